@@ -1,0 +1,246 @@
+"""Specifications of pluggable parts: what can be asked for, with which parameters, and who computes it.
+
+A component (mixer, norm, feed-forward …) is declared once as a `ComponentSpec`; validation, documentation tables,
+command-line help and tests are all derived from it.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Self, TypeVar
+
+
+def did_you_mean(name: object, allowed: Iterable[str]) -> str:
+    """The tail of an error message about `name`: the nearest valid name, if one is near, and all valid names."""
+    allowed = sorted(allowed)
+    near = difflib.get_close_matches(str(name), allowed, 1)
+    return (f"; did you mean '{near[0]}'?" if near else ".") + f" Allowed: {', '.join(allowed) or 'none'}."
+
+
+def param(
+    default: Any,
+    doc: str,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    choices: tuple[Any, ...] | None = None,
+) -> Any:
+    """A field of a `Params` class: default, one doc line, and the allowed range (inclusive) or values."""
+    return dataclasses.field(
+        default=default, metadata={"doc": doc, "minimum": minimum, "maximum": maximum, "choices": choices}
+    )
+
+
+def _matches(value: object, annotation: Any) -> bool:
+    origin = typing.get_origin(annotation)
+    if origin in (types.UnionType, typing.Union):
+        return any(_matches(value, choice) for choice in typing.get_args(annotation))
+    if origin in (list, tuple):
+        item = typing.get_args(annotation)[0]
+        return isinstance(value, (list, tuple)) and all(_matches(element, item) for element in value)
+    if annotation is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if annotation is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if annotation is None:
+        return value is None
+    return isinstance(value, annotation)
+
+
+def _type_name(annotation: Any) -> str:
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
+
+
+def describe_range(field: dataclasses.Field) -> str:
+    """The allowed values of a parameter in words, e.g. "≥ 1", "one of 'euler', 'zoh'" or "" when unrestricted."""
+    meta = field.metadata
+    if meta.get("choices"):
+        return "one of " + ", ".join(repr(choice) for choice in meta["choices"])
+    low, high = meta.get("minimum"), meta.get("maximum")
+    if low is not None and high is not None:
+        return f"from {low} to {high}"
+    return f"≥ {low}" if low is not None else f"≤ {high}" if high is not None else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Params:
+    """Base of every component's parameters: frozen, typed, range-checked. Fields are declared with `param`."""
+
+    @classmethod
+    def types(cls) -> dict[str, Any]:
+        """Annotated type of every parameter, by name."""
+        return typing.get_type_hints(cls)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], owner: str) -> Self:
+        """Build from user-written values.
+
+        Args:
+            values: Parameter values by name.
+            owner: The component's name, for messages.
+
+        Raises:
+            ValueError: Unknown name, wrong type, or a value outside its range.
+        """
+        if not isinstance(values, Mapping):
+            raise ValueError(f"Parameters of {owner!r} must be a dict of names and values, got {values!r}.")
+        names = [field.name for field in dataclasses.fields(cls)]
+        for key in values:
+            if key not in names:
+                raise ValueError(f"{owner!r} has no parameter {key!r}" + did_you_mean(key, names))
+        try:
+            return cls(**values)
+        except ValueError as error:
+            raise ValueError(f"{owner!r}: {error}") from None
+
+    def __post_init__(self) -> None:
+        hints = self.types()
+        for field in dataclasses.fields(self):
+            value, meta = getattr(self, field.name), field.metadata
+            if not _matches(value, hints[field.name]):
+                raise ValueError(
+                    f"parameter '{field.name}' must be of type {_type_name(hints[field.name])}, got {value!r}."
+                )
+            numbers = value if isinstance(value, (list, tuple)) else [value]
+            for number in numbers:
+                if not isinstance(number, (int, float)) or isinstance(number, bool):
+                    continue
+                low, high = meta.get("minimum"), meta.get("maximum")
+                # written so that a NaN fails too
+                if (low is not None and not number >= low) or (high is not None and not number <= high):
+                    raise ValueError(f"parameter '{field.name}' must be {describe_range(field)}, got {value!r}.")
+            choices = meta.get("choices")
+            if choices and value not in choices:
+                raise ValueError(f"parameter '{field.name}'={value!r}" + did_you_mean(value, map(str, choices)))
+
+    def resolve(self, config: Any, explicit: frozenset[str]) -> Self:
+        """These parameters made concrete for one model.
+
+        Defaults that depend on the model's size are filled in here; a default the model cannot meet shrinks to the
+        largest valid value, an explicitly given impossible value raises.
+
+        Args:
+            config: The model's configuration.
+            explicit: Names of the parameters the user wrote.
+        """
+        return self
+
+
+P = TypeVar("P", bound="ComponentSpec")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComponentSpec:
+    """One pluggable part.
+
+    Attributes:
+        name: The string a user writes.
+        family: Group in listings and documentation.
+        summary: One line.
+        reference: Paper title and arXiv id, or the library whose convention it follows.
+        params: The `Params` class.
+        implementation: "module:Class" below the modeling package, imported on first use.
+    """
+
+    name: str
+    family: str
+    summary: str
+    reference: str
+    params: type[Params] = Params
+    implementation: str = ""
+
+
+CACHE_SLOTS = frozenset({"kv", "latent", "ring", "state", "tail", "index"})
+GROWING_SLOTS = frozenset({"kv", "latent", "index"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixerSpec(ComponentSpec):
+    """A sequence mixer and what it can do; the contract tests read these capabilities.
+
+    Attributes:
+        causal, bidirectional: Modes it supports.
+        cache: Slots its decode state consists of (subset of kv, latent, ring, state, tail, index); empty = no cache.
+        state_size: `(params, config) -> floats` one sequence keeps in constant-size slots, or None if it grows with T;
+            an upper bound for ring buffers.
+        needs_input_ids: Token ids must be given (not only embeddings).
+        takes_residual: Receives the residual stream and the layer's norm instead of the normed input.
+        qk_norm: Accepts normalised queries and keys.
+        gradient: "exact", or "surrogate" where the method itself substitutes gradients.
+        parameter_free: `(params) -> bool`, true when only the four standard projections are used.
+        reach: `(params) -> int | None`, how many tokens to either side one layer sees at most (None: all), used by
+            tests of the bidirectional mode.
+    """
+
+    causal: bool = True
+    bidirectional: bool = True
+    cache: frozenset[str] = frozenset()
+    state_size: Callable[[Any, Any], int] | None = None
+    needs_input_ids: bool = False
+    takes_residual: bool = False
+    qk_norm: bool = False
+    gradient: str = "exact"
+    parameter_free: Callable[[Any], bool] = lambda params: False
+    reach: Callable[[Any], int | None] = lambda params: None
+    native_mask: bool = False  # sees the batch as given and honours any 4-D mask
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.cache) - CACHE_SLOTS:
+            raise ValueError(f"Mixer {self.name!r}: unknown cache slots {unknown}; allowed: {sorted(CACHE_SLOTS)}.")
+        if self.gradient not in ("exact", "surrogate"):
+            raise ValueError(f"Mixer {self.name!r}: gradient must be 'exact' or 'surrogate', got {self.gradient!r}.")
+
+    @property
+    def grows(self) -> bool:
+        """Whether the decode state grows with the number of tokens."""
+        return bool(self.cache & GROWING_SLOTS)
+
+
+class Registry(Generic[P]):
+    """Specs of one kind of component, by name, discovered on first use.
+
+    Args:
+        kind: What the components are called in messages, e.g. "mixer".
+        discover: Returns the built-in specs.
+    """
+
+    def __init__(self, kind: str, discover: Callable[[], Iterable[P]]) -> None:
+        self.kind = kind
+        self._discover: Callable[[], Iterable[P]] | None = discover
+        self._specs: dict[str, P] = {}
+
+    def _load(self) -> dict[str, P]:
+        if self._discover is not None:
+            discover, self._discover = self._discover, None
+            for spec in discover():
+                self.register(spec)
+        return self._specs
+
+    def register(self, spec: P) -> None:
+        """Add a spec. Raises ValueError when the name is taken by a different spec."""
+        if self._load().setdefault(spec.name, spec) != spec:
+            raise ValueError(f"A {self.kind} named {spec.name!r} is registered already; choose another name.")
+
+    def get(self, name: str) -> P:
+        """The spec called `name`. Raises ValueError with the nearest valid name."""
+        specs = self._load()
+        if name not in specs:
+            raise ValueError(f"Unknown {self.kind} {name!r}" + did_you_mean(name, specs))
+        return specs[name]
+
+    def names(self, family: str | None = None) -> list[str]:
+        """Sorted names, of one family if given. Raises ValueError for an unknown family."""
+        specs = self._load().values()
+        families = {spec.family for spec in specs}
+        if family is not None and family not in families:
+            raise ValueError(f"Unknown {self.kind} family {family!r}" + did_you_mean(family, families))
+        return sorted(spec.name for spec in specs if family in (None, spec.family))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._load()
+
+    def __iter__(self) -> Iterator[P]:
+        return iter(self._load().values())

@@ -1,0 +1,262 @@
+"""`FrankensteinConfig`: the configuration of every text model of the family."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
+from transformers import GenerationConfig
+from transformers.activations import ACT2FN
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
+from transformers.utils import logging
+
+from .component import MixerSpec, Params, did_you_mean
+from .registries import FEED_FORWARDS, MIXERS, NORMS
+
+logger = logging.get_logger(__name__)
+
+FRANKENSTEIN_VERSION = "0.1.0"
+DEFAULT_PATTERN = ("gated_deltanet", "swa", "gated_deltanet", "standard")
+
+# Cache layers are looked up by these names; the version keeps bundles of different ages apart in one process.
+STATE_LAYER_TYPE = "frankenstein_state_1"
+KV_LAYER_TYPE = "frankenstein_kv_1"
+
+# Keys transformers itself writes into, or passes through, a configuration.
+TRANSFORMERS_KEYS = frozenset(
+    "_attn_implementation_internal _commit_hash _experts_implementation_internal _name_or_path architectures "
+    "attn_implementation auto_map base_model_name_or_path custom_pipelines dtype experts_implementation "
+    "id2label is_decoder label2id layer_types model_type name_or_path num_labels output_attentions "
+    "partial_rotary_factor per_layer_config quantization_config rope_scaling rope_theta task_specific_params "
+    "tokenizer_class torch_dtype transformers_version transformers_weights use_bidirectional_attention".split()
+)
+
+
+def _is_newer(version: object) -> bool:
+    def key(text: str) -> list[int]:
+        return [int(part) for part in text.split(".") if part.isdigit()]
+
+    return isinstance(version, str) and key(version) > key(FRANKENSTEIN_VERSION)
+
+
+def _raising_value_errors(cls: type) -> type:
+    """Turn the strict-dataclass errors of `cls` (which are no ValueErrors) into ValueErrors with the same message."""
+
+    def translated(method: Callable) -> Callable:
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                method(self, *args, **kwargs)
+            except StrictDataclassError as error:
+                raise ValueError(f"{cls.__name__}: {error}") from error
+
+        wrapper.__wrapped__ = method  # type: ignore[attr-defined]
+        return wrapper
+
+    cls.__init__ = translated(cls.__init__)  # type: ignore[misc]
+    cls.__setattr__ = translated(cls.__setattr__)  # type: ignore[method-assign, assignment]
+    return cls
+
+
+@_raising_value_errors
+@strict
+class FrankensteinConfig(PreTrainedConfig):
+    """Configuration of a Frankenstein text model: transformers' usual names, and a sequence mixer per layer.
+
+    Every key is checked when the object is built: an unknown key, an unknown mixer or parameter, a wrong type or an
+    impossible size raises `ValueError` naming the key, the value, what is allowed and the nearest valid name.
+
+    Args:
+        vocab_size: Number of tokens.
+        hidden_size: Model width D.
+        num_hidden_layers: Number of layers.
+        num_attention_heads: Heads H of the mixers.
+        num_key_value_heads: Key/value heads of `standard`-like mixers; a divisor of `num_attention_heads`, which is
+            the default.
+        head_dim: Width of a head; `hidden_size / num_attention_heads` by default.
+        intermediate_size: Width of the feed-forward block; by default 4·D (plain) or 8/3·D rounded up to a multiple
+            of 32 (gated).
+        hidden_act: Activation of the feed-forward block, a name from transformers' `ACT2FN`.
+        feed_forward: "gated" or "plain".
+        norm: "rms_norm" or "layer_norm".
+        max_position_embeddings: Longest sequence the model is meant for.
+        rope_parameters: Rotary parameters as in transformers: `rope_type`, `rope_theta` and what the type needs.
+        attention_dropout, hidden_dropout: Dropout of attention weights and of each block's output, in [0, 1).
+        attention_bias, mlp_bias: Whether projections have biases.
+        initializer_range: Standard deviation of the initial weights.
+        rms_norm_eps: Epsilon of every norm.
+        tie_word_embeddings: Share the embedding matrix with the language-model head.
+        use_cache: Return a cache from causal models.
+        is_causal: What the checkpoint was trained as; None lets the class decide (CausalLM: True, others: False).
+        sparse_prediction: MaskedLM computes training logits at labelled positions only; `logits` is then
+            [labelled, vocab_size]. The loss is the same.
+        classifier_pooling: "cls", "mean" or "last".
+        classifier_dropout: Dropout before a classification head.
+        layer_pattern: A mixer name or a list of them, repeated over the layers; its length must divide
+            `num_hidden_layers`. Default: `["gated_deltanet", "swa", "gated_deltanet", "standard"]`, repeated and cut.
+        mixer_params: Parameters by mixer name, e.g. `{"swa": {"window_size": 128}}`. `per_layer_config` (native to
+            transformers) replaces the dict for one layer.
+        frankenstein_version: Version of this library that wrote the configuration.
+    """
+
+    model_type = "frankenstein"
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012  (read by Trainer as a plain list)
+
+    vocab_size: int = 32000
+    hidden_size: int = 256
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    hidden_act: str = "silu"
+    feed_forward: str = "gated"
+    norm: str = "rms_norm"
+    max_position_embeddings: int = 2048
+    rope_parameters: RopeParameters | dict | None = None
+    attention_dropout: float | int = 0.0
+    hidden_dropout: float | int = 0.0
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+    is_causal: bool | None = None
+    sparse_prediction: bool = False
+    classifier_pooling: str = "mean"
+    classifier_dropout: float | int = 0.0
+    layer_pattern: list[str] | str | None = None
+    mixer_params: dict[str, dict[str, Any]] | None = None
+    frankenstein_version: str = FRANKENSTEIN_VERSION
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    mask_token_id: int | None = None
+    cls_token_id: int | None = None
+    sep_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self._reject_unknown_keys(kwargs)
+        kwargs.pop("layer_types", None)  # derived from the pattern
+        self._check_ranges()
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"hidden_size={self.hidden_size} is not divisible by num_attention_heads="
+                    f"{self.num_attention_heads}; choose a divisor or give head_dim."
+                )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads={self.num_key_value_heads} must divide "
+                f"num_attention_heads={self.num_attention_heads}."
+            )
+        if self.intermediate_size is None:
+            gated = self.feed_forward == "gated"
+            self.intermediate_size = -(-8 * self.hidden_size // 96) * 32 if gated else 4 * self.hidden_size
+        if self.layer_pattern is None:
+            repeats = -(-self.num_hidden_layers // len(DEFAULT_PATTERN))
+            self.layer_pattern = list(DEFAULT_PATTERN * repeats)[: self.num_hidden_layers]
+        elif isinstance(self.layer_pattern, str):
+            self.layer_pattern = [self.layer_pattern]
+        self.mixer_params = {} if self.mixer_params is None else self.mixer_params
+        self._check_pattern()
+        super().__post_init__(**kwargs)
+        rope_type = (self.rope_parameters or {}).get("rope_type", "default")
+        if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
+            raise ValueError(
+                f"Unknown rope_type {rope_type!r}" + did_you_mean(rope_type, {"default", *ROPE_INIT_FUNCTIONS})
+            )
+        for layer_idx in range(self.num_hidden_layers):
+            self.params_for(layer_idx)
+
+    def _reject_unknown_keys(self, kwargs: Mapping[str, Any]) -> None:
+        fields = {field.name for field in dataclasses.fields(self)}
+        known = fields | TRANSFORMERS_KEYS | set(self.attribute_map)
+        known |= set(GenerationConfig._get_default_generation_params())
+        unknown = [key for key in kwargs if key not in known]
+        if not unknown:
+            return
+        message = " ".join(f"Unknown config key {key!r}" + did_you_mean(key, fields) for key in unknown)
+        if _is_newer(self.frankenstein_version):
+            logger.warning_once(
+                f"{message} The config was written by frankenstein_hf {self.frankenstein_version}, this is "
+                f"{FRANKENSTEIN_VERSION}: the keys are kept but have no effect. Upgrade to use them."
+            )
+        else:
+            raise ValueError(message)
+
+    def _check_ranges(self) -> None:
+        sizes = "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+        sizes += "intermediate_size max_position_embeddings"
+        for key in sizes.split():
+            if (value := getattr(self, key)) is not None and value < 1:
+                raise ValueError(f"{key}={value} must be at least 1.")
+        for key in ("attention_dropout", "hidden_dropout", "classifier_dropout"):
+            if not 0 <= getattr(self, key) < 1:
+                raise ValueError(f"{key}={getattr(self, key)} must be in [0, 1).")
+        for key in ("initializer_range", "rms_norm_eps"):
+            if not getattr(self, key) > 0:
+                raise ValueError(f"{key}={getattr(self, key)} must be positive.")
+        NORMS.get(self.norm)
+        FEED_FORWARDS.get(self.feed_forward)
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"Unknown hidden_act {self.hidden_act!r}" + did_you_mean(self.hidden_act, ACT2FN))
+        poolings = ("cls", "mean", "last")
+        if self.classifier_pooling not in poolings:
+            raise ValueError(
+                f"Unknown classifier_pooling {self.classifier_pooling!r}"
+                + did_you_mean(self.classifier_pooling, poolings)
+            )
+
+    def _check_pattern(self) -> None:
+        pattern = self.layer_pattern
+        if not pattern:
+            raise ValueError("layer_pattern is empty; give a mixer name or a list of them.")
+        for name in pattern:
+            MIXERS.get(name)
+        if self.num_hidden_layers % len(pattern):
+            longer = len(pattern) > self.num_hidden_layers
+            raise ValueError(
+                f"layer_pattern has {len(pattern)} entries, {'more than' if longer else 'which does not divide'} "
+                f"num_hidden_layers={self.num_hidden_layers}; give a pattern whose length divides it."
+            )
+        for name, params in self.mixer_params.items():
+            spec = MIXERS.get(name)
+            spec.params.from_dict(params, name)
+            if name not in pattern:
+                logger.warning_once(f"mixer_params for {name!r} have no effect: layer_pattern is {pattern}.")
+
+    @property
+    def mixer_names(self) -> list[str]:
+        """The mixer of every layer."""
+        return [self.layer_pattern[i % len(self.layer_pattern)] for i in range(self.num_hidden_layers)]
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Cache layer type of every layer, which `DynamicCache(config=…)` reads; derived from the pattern."""
+        return [KV_LAYER_TYPE if MIXERS.get(name).grows else STATE_LAYER_TYPE for name in self.mixer_names]
+
+    def mixer_spec_for(self, layer_idx: int) -> MixerSpec:
+        """The spec of the mixer in layer `layer_idx`."""
+        return MIXERS.get(self.mixer_names[layer_idx])
+
+    def params_for(self, layer_idx: int) -> Params:
+        """The validated mixer parameters of layer `layer_idx`, `per_layer_config` taken into account."""
+        spec = self.mixer_spec_for(layer_idx)
+        layer_config = self.per_layer_config[layer_idx] if self.is_heterogeneous else self
+        for name in layer_config.mixer_params:
+            MIXERS.get(name)
+        values = layer_config.mixer_params.get(spec.name, {})
+        params = spec.params.from_dict(values, spec.name)
+        try:
+            return params.resolve(layer_config, frozenset(values))
+        except ValueError as error:
+            raise ValueError(f"{spec.name!r} in layer {layer_idx}: {error}") from None
+
+    def validate_layer_type(self) -> None:
+        """Overrides transformers' check against its closed vocabulary; ours are derived and cannot be wrong."""

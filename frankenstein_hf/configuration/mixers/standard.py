@@ -1,0 +1,59 @@
+"""Specs of softmax attention over all visible tokens: `standard` and `gqa`."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from ..component import MixerSpec, Params, param
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandardParams(Params):
+    """`standard` has no parameters of its own: heads and key/value heads come from the config."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GQAParams(Params):
+    """Parameters of `gqa`."""
+
+    num_key_value_heads: int | None = param(
+        None,
+        "key/value heads; the config's if below the number of heads, else the largest divisor ≤ heads/4",
+        minimum=1,
+    )
+
+    def resolve(self, config: Any, explicit: frozenset[str]) -> Self:
+        heads = config.num_attention_heads
+        groups = self.num_key_value_heads
+        if groups is None:
+            groups = config.num_key_value_heads
+            if groups >= heads:
+                groups = max((n for n in range(1, heads // 4 + 1) if heads % n == 0), default=1)
+        if heads % groups:
+            raise ValueError(f"num_key_value_heads={groups} must divide num_attention_heads={heads}.")
+        return replace(self, num_key_value_heads=groups)
+
+
+SPECS = (
+    MixerSpec(
+        name="standard",
+        family="dense",
+        summary="Softmax multi-head attention.",
+        reference="Attention Is All You Need, arXiv 1706.03762",
+        params=StandardParams,
+        implementation="mixers.standard:StandardAttention",
+        cache=frozenset({"kv"}),
+        parameter_free=lambda params: True,
+        native_mask=True,
+    ),
+    MixerSpec(
+        name="gqa",
+        family="dense",
+        summary="Softmax attention whose query heads share key/value heads in groups.",
+        reference="GQA: Training Generalized Multi-Query Transformer Models, arXiv 2305.13245",
+        params=GQAParams,
+        implementation="mixers.standard:GroupedQueryAttention",
+        cache=frozenset({"kv"}),
+        parameter_free=lambda params: True,
+        native_mask=True,
+    ),
+)

@@ -1,0 +1,291 @@
+"""Cache layers for transformers' `DynamicCache`: constant-size states with exact rollback, and keys and values.
+
+A layer is born empty and filled by its mixer. `cumulative_length` counts physical tokens (pads included), `num_real`
+[B] the real ones. All named tensors have the batch in dimension 0.
+
+Rollback: while `record_past` is on, a state layer keeps the inputs each call fed into the mixer's recurrence.
+`crop` only marks how far to go back; the next `read` replays the recurrence from the nearest kept state.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin, DynamicLayer
+
+from ..configuration.configuration_frankenstein import KV_LAYER_TYPE, STATE_LAYER_TYPE
+
+States = dict[str, Tensor]
+Advance = Callable[[States, States, Tensor | None], States]  # (inputs, states, lengths) -> states
+
+
+@dataclass
+class _Record:
+    """One call while the past is recorded: what went in, and (first and last call only) the states before it."""
+
+    states: States | None
+    num_real: Tensor  # before the call
+    inputs: States  # [R, L, …] each, real tokens first
+    keep: Tensor  # [B, T] in physical order
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "_Record":
+        return _Record(
+            None if self.states is None else {name: function(x) for name, x in self.states.items()},
+            function(self.num_real),
+            {name: function(x) for name, x in self.inputs.items()},
+            function(self.keep),
+        )
+
+
+class _RealTokens:
+    """Bookkeeping both layer kinds share."""
+
+    num_real: Tensor | None
+    cumulative_length: int
+    ragged: bool
+
+    def _count(self, keep: Tensor, all_real: bool) -> None:
+        now = keep.sum(1)
+        self.num_real = now if self.num_real is None else self.num_real + now
+        self.cumulative_length += keep.shape[1]
+        self.ragged = self.ragged or not all_real
+
+    def _target(self, tokens_to_remove: int) -> int:
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes minus the number of tokens to remove (or 0), got {tokens_to_remove}.")
+        target = self.cumulative_length + tokens_to_remove
+        if target < 0:
+            raise ValueError(f"Cannot remove {-tokens_to_remove} tokens from a cache of {self.cumulative_length}.")
+        return target
+
+
+class MixerStateLayer(_RealTokens, CacheLayerMixin):
+    """Named constant-size tensors of one layer: recurrent states, convolution tails, rings of keys and values."""
+
+    _layer_type = STATE_LAYER_TYPE
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        self.record_past = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.states: States = {}
+        self.num_real = None
+        self.cumulative_length = 0
+        self.ragged = False
+        self.is_initialized = False
+        self._history: list[_Record] = []
+        self._replay_to: int | None = None  # physical length the stale `states` must be brought back to
+
+    # ------------------------------------------------------------------ used by mixers
+
+    def read(self, advance: Advance) -> States | None:
+        """The states, or None when nothing has been seen.
+
+        Args:
+            advance: The mixer's recurrence `(inputs, states, lengths) -> states`; replays a pending rollback. Called
+                with `states={}` to start from nothing.
+        """
+        if self._replay_to is not None:
+            self._replay(advance)
+        return self.states if self.cumulative_length else None
+
+    def write(self, states: States, inputs: States, keep: Tensor, all_real: bool) -> None:
+        """Store the states after a call.
+
+        Args:
+            states: What the next call needs.
+            inputs: [R, L, …] tensors `advance` would be fed with to get there; kept while the past is recorded.
+            keep: [B, T] real tokens of the call.
+            all_real: Whether `keep` is all True.
+        """
+        if self.record_past:
+            for record in self._history[1:]:
+                record.states = None
+            num_real = self.num_real if self.num_real is not None else keep.new_zeros(len(keep), dtype=torch.long)
+            inputs = {name: x.detach() for name, x in inputs.items()}
+            self._history.append(_Record(self.states, num_real, inputs, keep))
+        self.states = states
+        self._count(keep, all_real)
+        self.is_initialized = True
+
+    # ------------------------------------------------------------------ rollback
+
+    def activate_past_recording(self) -> None:
+        """From here on, `crop` can restore any length."""
+        if not self.record_past:
+            self.record_past, self._history = True, []
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Go back by `-tokens_to_remove` physical tokens (0: nothing to undo).
+
+        Raises:
+            ValueError: A positive number, or further back than `activate_past_recording`.
+        """
+        target = self._target(tokens_to_remove)
+        if target == self.cumulative_length:
+            return
+        start = self.cumulative_length - sum(record.keep.shape[1] for record in self._history)
+        if not self.record_past or target < start:
+            raise ValueError(
+                f"Cannot go back to {target} tokens: "
+                + (f"recording began at {start}. " if self.record_past else "the past is not recorded. ")
+                + "Call cache.activate_past_recording() before the tokens that may have to be undone."
+            )
+        # keep the records up to the target, the last of them cut
+        length, kept = start, []
+        for record in self._history:
+            if length >= target and kept:
+                break
+            size = min(record.keep.shape[1], target - length)
+            kept.append(_Record(record.states, record.num_real, record.inputs, record.keep[:, :size]))
+            length += size
+        self._history = kept
+        last = kept[-1]
+        self.cumulative_length, self.num_real = target, last.num_real + last.keep.sum(1)
+        self._replay_to = target
+
+    def _replay(self, advance: Advance) -> None:
+        self._replay_to = None
+        begin = max(i for i, record in enumerate(self._history) if record.states is not None)
+        states: States = self._history[begin].states or {}
+        for record in self._history[begin:]:
+            lengths = record.keep.sum(1)
+            size = int(lengths.max())
+            if size:
+                inputs = {name: x[:, :size] for name, x in record.inputs.items()}
+                states = advance(inputs, states, lengths)
+        self.states = states
+
+    # ------------------------------------------------------------------ transformers' cache interface
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to prepare: `write` brings the tensors."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Not for keys and values."""
+        raise TypeError("A MixerStateLayer holds named states, not keys and values; use read() and write().")
+
+    def get_seq_length(self) -> int:
+        """Physical tokens seen."""
+        return self.cumulative_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(key length, offset) of the full mask transformers would build."""
+        return self.cumulative_length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Apply `function` to every tensor kept, recorded ones included."""
+        self.states = {name: function(x) for name, x in self.states.items()}
+        self._history = [record.map(function) for record in self._history]
+        if self.num_real is not None:
+            self.num_real = function(self.num_real)
+
+    def offload(self) -> None:
+        """Move to the CPU."""
+        self.map_tensors(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """States are small; mixers read them from wherever they are."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Select batch rows, as beam search does."""
+        self.map_tensors(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every batch row `repeats` times."""
+        self.map_tensors(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the given batch rows."""
+        self.map_tensors(lambda x: x[indices.to(x.device)])
+
+    def num_bytes(self) -> int:
+        """Bytes of the states, recorded past not included."""
+        return sum(x.numel() * x.element_size() for x in self.states.values())
+
+
+class MixerKVLayer(_RealTokens, DynamicLayer):
+    """transformers' growing keys and values, plus which of them are real."""
+
+    _layer_type = KV_LAYER_TYPE
+    supports_early_init = False
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        self.keep: Tensor | None = None  # [B, S]; None when all are real
+        self.num_real = None
+        self.cumulative_length = 0
+        self.ragged = False
+
+    def append(self, key: Tensor, value: Tensor, keep: Tensor, all_real: bool) -> tuple[Tensor, Tensor]:
+        """Add keys and values [B, H, T, W] of the tokens `keep` [B, T] describes; returns all of them."""
+        if not all_real and self.keep is None:
+            self.keep = keep.new_ones(len(keep), self.cumulative_length)
+        if self.keep is not None:
+            self.keep = torch.cat([self.keep, keep], dim=1)
+        self._count(keep, all_real)
+        return self.update(key, value)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.__init__()  # type: ignore[misc]
+
+    def get_seq_length(self) -> int:
+        """Physical tokens seen."""
+        return self.cumulative_length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last `-tokens_to_remove` tokens (0: nothing to undo)."""
+        target = self._target(tokens_to_remove)
+        if target == self.cumulative_length:
+            return
+        removed = self.cumulative_length - target
+        real = torch.full_like(self.num_real, removed) if self.keep is None else self.keep[:, target:].sum(1)
+        self.num_real = self.num_real - real
+        self.keep = None if self.keep is None else self.keep[:, :target]
+        self.keys, self.values = self.keys[:, :, :target], self.values[:, :, :target]
+        self.cumulative_length = target
+
+    def _select(self, function: Callable[[Tensor], Tensor]) -> None:
+        for name in ("keys", "values", "keep", "num_real"):
+            if (x := getattr(self, name)) is not None:
+                setattr(self, name, function(x))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Select batch rows, as beam search does."""
+        self._select(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every batch row `repeats` times."""
+        self._select(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the given batch rows."""
+        self._select(lambda x: x[indices.to(x.device)])
+
+    def num_bytes(self) -> int:
+        """Bytes of keys and values."""
+        return sum(x.numel() * x.element_size() for x in (self.keys, self.values) if x is not None)
+
+
+# Nothing of a state layer depends on the cache's length, so it serves a static cache as well.
+STATIC_LAYER_TYPE_MAPPING.setdefault(STATE_LAYER_TYPE, MixerStateLayer)
+STATIC_LAYER_TYPE_MAPPING.setdefault(KV_LAYER_TYPE, MixerKVLayer)
+
+
+def cache_num_bytes(cache: Any) -> int:
+    """Bytes all layers of a cache occupy."""
+    return sum(layer.num_bytes() for layer in cache.layers)

@@ -1,0 +1,431 @@
+"""What every layer needs to know about the batch, decided once per forward: visibility, positions, documents, layout.
+
+Shapes: B batch, T tokens of this call, S = past + T physical keys, R rows, L row length, D model width.
+
+Pads and packed documents are dissolved here, so that mixers with states, windows or borders never meet them: they work
+on `Rows`, which hold one document each, real tokens first. Dense attention keeps the layout it was given and a mask.
+Positions always count real tokens.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RotaryFunction = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+
+
+@dataclass
+class Rows:
+    """A group of rows with one document each, real tokens first.
+
+    Attributes:
+        context: The context the rows belong to.
+        index: [R, L] token of the flattened batch that stands at each place (any token behind the real ones), or None
+            when the rows are the batch as given.
+        lengths: [R] number of real tokens, or None when all L are real.
+        num_past: [R] real tokens an earlier call has put into the cache, or None when there are none.
+        batch_index: [R] batch row each row was taken from, or None when row r is batch row r.
+        size: L.
+    """
+
+    context: "SequenceContext"
+    index: Tensor | None
+    lengths: Tensor | None
+    num_past: Tensor | None
+    batch_index: Tensor | None
+    size: int
+    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether later tokens are invisible."""
+        return self.context.is_causal
+
+    @property
+    def keep(self) -> Tensor | None:
+        """[R, L] True at real tokens; None when all are real."""
+        if self.lengths is None:
+            return None
+        if "keep" not in self._memo:
+            places = torch.arange(self.size, device=self.lengths.device)
+            self._memo["keep"] = places < self.lengths[:, None]
+        return self._memo["keep"]
+
+    @property
+    def positions(self) -> Tensor:
+        """[R or 1, L] position of each token in its document, in real tokens."""
+        device = self.context.keep.device
+        places = torch.arange(self.size, device=device)[None]
+        return places if self.num_past is None else places + self.num_past[:, None]
+
+    def rotary(self, width: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [R or 1, L, width] for heads of any width."""
+        if width not in self._memo:
+            self._memo[width] = self.context.rotary_function(self.positions, width)
+        return self._memo[width]
+
+    def compact(self, x: Tensor) -> Tensor:
+        """[B, T, …] -> [R, L, …]."""
+        if self.index is None:
+            return x
+        return x.reshape(-1, *x.shape[2:]).index_select(0, self.index.flatten()).view(*self.index.shape, *x.shape[2:])
+
+    def flip(self, x: Tensor) -> Tensor:
+        """[R, L, …] with the real tokens of each row in reverse order; what lies behind them stays."""
+        if self.lengths is None:
+            return x.flip(1)
+        if "flip" not in self._memo:
+            places = torch.arange(self.size, device=x.device)[None]
+            mirrored = self.lengths[:, None] - 1 - places
+            row = torch.arange(len(self.lengths), device=x.device)[:, None] * self.size
+            self._memo["flip"] = (row + torch.where(mirrored >= 0, mirrored, places)).flatten()
+        return x.reshape(-1, *x.shape[2:]).index_select(0, self._memo["flip"]).view(x.shape)
+
+    def zero_pads(self, x: Tensor, value: float = 0.0) -> Tensor:
+        """`x` [R, L, …] with everything behind the real tokens set to `value`."""
+        if self.keep is None:
+            return x
+        return x.masked_fill(~self.keep.view(*self.keep.shape, *[1] * (x.dim() - 2)), value)
+
+
+@dataclass
+class SequenceContext:
+    """The batch as all layers see it; build it with `make_context`.
+
+    Attributes:
+        keep: [B, T] True at real tokens.
+        all_real: Whether no token of this call is a pad.
+        documents: [B, T] number of the document a token belongs to within its batch row, or None when each batch row
+            is one document.
+        positions: [B or 1, T] position in the document, counted in real tokens, past included.
+        num_past: [B] real tokens already in the cache, or None when there are none.
+        past_length: Physical length of the cache.
+        past_keep: [B, past_length] True at real cached tokens, or None when all are.
+        is_causal: Whether later tokens are invisible.
+        input_ids: [B, T] or None when only embeddings were given.
+        custom_mask: The caller's 4-D mask, bool (True = visible) or additive, or None.
+        backend: The `attn_implementation` in force.
+        rotary_function: `(positions, width) -> (cos, sin)`.
+        output_attentions: Whether layers should return their weights where they have them.
+        kernel_kwargs: Arguments only transformers' attention functions read (`cu_seq_lens_q` …).
+    """
+
+    keep: Tensor
+    all_real: bool
+    documents: Tensor | None
+    positions: Tensor
+    num_past: Tensor | None
+    past_length: int
+    past_keep: Tensor | None
+    is_causal: bool
+    input_ids: Tensor | None
+    custom_mask: Tensor | None
+    backend: str
+    rotary_function: RotaryFunction
+    output_attentions: bool = False
+    kernel_kwargs: dict[str, Any] = field(default_factory=dict)
+    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_real(self) -> Tensor:
+        """[B] real tokens of each batch row, those in the cache included."""
+        now = self.keep.sum(1)
+        return now if self.num_past is None else now + self.num_past
+
+    def to(self, device: torch.device | str, **kwargs: Any) -> "SequenceContext":
+        """A copy with all tensors on `device`; what was derived lazily is derived again there."""
+        moved = {
+            f.name: value.to(device, **kwargs)
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        return replace(self, **moved, _memo={})
+
+    def rotary(self, width: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [B or 1, T, width] for heads of any width, in the native layout."""
+        if ("rotary", width) not in self._memo:
+            self._memo["rotary", width] = self.rotary_function(self.positions, width)
+        return self._memo["rotary", width]
+
+    # ------------------------------------------------------------------ the native layout: masks
+
+    def mask(self) -> Tensor | None:
+        """Visibility [B, 1, T, S] for dense attention (True = visible; the caller's own mask may be additive).
+
+        None when nothing needs masking beyond `causal_flag`. A pad sees itself only, so its row stays finite.
+        """
+        if "mask" not in self._memo:
+            self._memo["mask"] = self.custom_mask if self.custom_mask is not None else self._build_mask()
+        return self._memo["mask"]
+
+    @property
+    def causal_flag(self) -> bool:
+        """Whether the plain causal triangle is all that `mask()` leaves out (SDPA's `is_causal`)."""
+        return self.mask() is None and self.is_causal and self.keep.shape[1] > 1
+
+    def _build_mask(self) -> Tensor | None:
+        B, T = self.keep.shape
+        past, device = self.past_length, self.keep.device
+        plain = self.all_real and self.past_keep is None and self.documents is None
+        if plain and (not self.is_causal or T == 1 or past == 0):
+            return None
+        places = torch.arange(T, device=device)
+        visible = torch.ones(1, T, past + T, dtype=torch.bool, device=device)
+        if self.is_causal:
+            visible = visible & (torch.arange(past + T, device=device) <= places[:, None] + past)
+        if self.documents is not None:  # only without a past
+            visible = visible & (self.documents[:, :, None] == self.documents[:, None, :])
+        if not self.all_real or self.past_keep is not None:
+            past_keep = self.past_keep if self.past_keep is not None else self.keep.new_ones(B, past)
+            own = torch.arange(past + T, device=device) == places[:, None] + past
+            visible = visible & torch.cat([past_keep, self.keep], dim=1)[:, None, :]
+            visible = torch.where(self.keep[:, :, None], visible, own)
+        return visible[:, None]
+
+    # ------------------------------------------------------------------ the compact layout: rows
+
+    @property
+    def rows(self) -> list[Rows]:
+        """The batch as rows; one group, unless documents of very different lengths would waste most of it."""
+        if "rows" not in self._memo:
+            self._memo["rows"] = list(self._build_rows())
+        return self._memo["rows"]
+
+    def _build_rows(self) -> Iterator[Rows]:
+        B, T = self.keep.shape
+        if self.documents is None:
+            if self.all_real:
+                yield Rows(self, None, None, self.num_past, None, T)
+                return
+            order = torch.argsort(~self.keep, dim=1, stable=True)  # real tokens first, in order
+            offsets = torch.arange(B, device=order.device)[:, None] * T
+            yield Rows(self, offsets + order, self.keep.sum(1), self.num_past, None, T)
+            return
+        rows = torch.arange(B, device=self.keep.device)[:, None]
+        tokens = self.keep.flatten().nonzero().squeeze(1)  # flat index of every real token, in order
+        labels = (rows * T + self.documents).flatten()[tokens]
+        _, document, lengths = torch.unique_consecutive(labels, return_inverse=True, return_counts=True)
+        place = torch.arange(len(tokens), device=tokens.device) - (lengths.cumsum(0) - lengths)[document]
+        for members in _length_groups(lengths):
+            number = torch.full_like(lengths, -1)
+            number[members] = torch.arange(len(members), device=number.device)
+            chosen = number[document] >= 0
+            size = int(lengths[members].max())
+            index = tokens.new_zeros(len(members), size)
+            index[number[document[chosen]], place[chosen]] = tokens[chosen]
+            yield Rows(self, index, lengths[members], None, index[:, 0] // T, size)
+
+    def restore(self, outputs: list[Tensor]) -> Tensor:
+        """One tensor [R, L, …] per group of `rows` -> [B, T, …]; zeros at pads that belong to no row."""
+        if len(outputs) == 1 and self.rows[0].index is None:
+            return outputs[0]
+        flat = torch.cat([output.flatten(0, 1) for output in outputs])
+        if "restore" not in self._memo:
+            self._memo["restore"] = self._restore_index()
+        source, lost = self._memo["restore"]
+        native = flat.index_select(0, source).view(*self.keep.shape, *flat.shape[1:])
+        return native if lost is None else native.masked_fill(lost.view(*lost.shape, *[1] * (native.dim() - 2)), 0)
+
+    def _restore_index(self) -> tuple[Tensor, Tensor | None]:
+        source = torch.zeros(self.keep.numel(), dtype=torch.long, device=self.keep.device)
+        offset = 0
+        for rows in self.rows:
+            assert rows.index is not None
+            places = torch.arange(rows.index.numel(), device=source.device) + offset
+            if self.documents is None:  # the rows are permutations of the batch rows: pads have a place too
+                source[rows.index.flatten()] = places
+            else:
+                real = rows.keep.flatten()  # type: ignore[union-attr]
+                source[rows.index.flatten()[real]] = places[real]
+            offset += rows.index.numel()
+        return source, None if self.documents is None or self.all_real else ~self.keep
+
+    def restore_weights(self, weights: list[Tensor]) -> Tensor:
+        """Attention weights [R, H, L, L] of every group of rows -> [B, H, T, T]; zero across documents and at pads.
+
+        With a cache the last axis is what the mixer kept, and only full batches are restored.
+        """
+        if len(weights) == 1 and self.rows[0].index is None:
+            return weights[0]
+        B, T = self.keep.shape
+        native = weights[0].new_zeros(B, T, T, weights[0].shape[1])
+        for rows, weight in zip(self.rows, weights):
+            assert rows.index is not None and rows.keep is not None
+            batch, token = rows.index // T, rows.index % T
+            real = rows.keep[:, :, None] & rows.keep[:, None, :]
+            r, i, j = real.nonzero(as_tuple=True)
+            native[batch[r, i], token[r, i], token[r, j]] = weight.permute(0, 2, 3, 1)[r, i, j]
+        return native.permute(0, 3, 1, 2)
+
+
+def _length_groups(lengths: Tensor) -> list[Tensor]:
+    """Indices of rows to pad together: all, if at most half the places are wasted, else one group per power of two."""
+    if len(lengths) * int(lengths.max()) <= 2 * int(lengths.sum()):
+        return [torch.arange(len(lengths), device=lengths.device)]
+    octave = torch.log2(lengths.double()).ceil()
+    return [(octave == value).nonzero().squeeze(1) for value in octave.unique()]
+
+
+# ---------------------------------------------------------------------- reading the caller's arguments
+
+
+def make_context(
+    *,
+    shape: tuple[int, int],
+    device: torch.device,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    seq_idx: Tensor | None,
+    cu_seq_lens_q: Tensor | None,
+    look_for_documents: bool,
+    past_length: int,
+    past_num_real: Tensor | None,
+    past_keep: Tensor | None,
+    is_causal: bool,
+    input_ids: Tensor | None,
+    backend: str,
+    rotary_function: RotaryFunction,
+    output_attentions: bool = False,
+    kernel_kwargs: dict[str, Any] | None = None,
+) -> SequenceContext:
+    """Check the caller's arguments and decide what the batch looks like.
+
+    Args:
+        shape: (B, T) of this call.
+        device: Where the batch is.
+        attention_mask: 2-D [B, T] or [B, past + T] with nonzero = real, or 4-D [B or 1, H or 1, T, past + T], bool with
+            True = visible or additive.
+        position_ids: [B or 1, T]. A document starts where they do not rise; with a 4-D mask they are taken as they are.
+        seq_idx: [B, T] document numbers.
+        cu_seq_lens_q: [documents + 1] borders in a batch of one.
+        look_for_documents: Whether the batch may be packed; not with a cache.
+        past_length, past_num_real, past_keep: What the cache reports.
+        is_causal, input_ids, backend, rotary_function, output_attentions, kernel_kwargs: See `SequenceContext`.
+
+    Raises:
+        ValueError: Shapes that do not fit, an empty batch, or packing together with a cache.
+    """
+    B, T = shape
+    if B == 0 or T == 0:
+        raise ValueError(f"The batch is empty: got {B} sequences of {T} tokens, at least one of one is needed.")
+    custom_mask, mask_2d = _split_masks(attention_mask, B, T, past_length)
+    if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape not in ((B, T), (1, T))):
+        raise ValueError(f"position_ids must be [{B}, {T}] or [1, {T}], got {list(position_ids.shape)}.")
+    keep = torch.ones(B, T, dtype=torch.bool, device=device)
+    all_real = True
+    if mask_2d is not None:
+        keep = mask_2d[:, -T:].to(device=device, dtype=torch.bool)
+        all_real = bool(keep.all())
+        if mask_2d.shape[1] > T:
+            past_keep = mask_2d[:, :-T].to(device=device, dtype=torch.bool)
+    if past_keep is not None and bool(past_keep.all()):
+        past_keep = None
+    num_past = past_num_real if past_length else None
+    if custom_mask is not None:
+        positions = position_ids if position_ids is not None else torch.arange(T, device=device)[None] + past_length
+        documents = None
+    else:
+        documents = None
+        if look_for_documents:
+            documents = _documents(keep, all_real, position_ids, seq_idx, cu_seq_lens_q)
+        elif seq_idx is not None or cu_seq_lens_q is not None:
+            raise ValueError("seq_idx and cu_seq_lens_q describe packed documents, which cannot share a cache.")
+        positions = _positions(keep, all_real, documents)
+        if num_past is not None:
+            positions = positions + num_past[:, None]
+    return SequenceContext(
+        keep=keep,
+        all_real=all_real,
+        documents=documents,
+        positions=positions,
+        num_past=num_past,
+        past_length=past_length,
+        past_keep=past_keep,
+        is_causal=is_causal,
+        input_ids=input_ids,
+        custom_mask=custom_mask,
+        backend=backend,
+        rotary_function=rotary_function,
+        output_attentions=output_attentions,
+        kernel_kwargs=kernel_kwargs or {},
+    )
+
+
+def _split_masks(mask: Tensor | None, B: int, T: int, past: int) -> tuple[Tensor | None, Tensor | None]:
+    if mask is None:
+        return None, None
+    if isinstance(mask, dict):
+        raise ValueError("attention_mask must be a tensor; a dict of per-kind masks is not used by this model.")
+    if mask.dim() == 2:
+        if mask.shape[0] != B or mask.shape[1] not in (T, past + T):
+            allowed = f"[{B}, {T}]" + (f" or [{B}, {past + T}] (cached tokens included)" if past else "")
+            raise ValueError(f"attention_mask must be {allowed}, got {list(mask.shape)}.")
+        return None, mask
+    if mask.dim() == 4:
+        if mask.shape[0] not in (1, B) or mask.shape[2] != T or mask.shape[3] != past + T:
+            raise ValueError(
+                f"A 4-D attention_mask must be [{B} or 1, heads or 1, {T}, {past + T}], got {list(mask.shape)}."
+            )
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise ValueError(f"A 4-D attention_mask must be bool (True = visible) or additive, got {mask.dtype}.")
+        return mask, None
+    raise ValueError(f"attention_mask must have 2 or 4 dimensions, got shape {list(mask.shape)}.")
+
+
+def _documents(
+    keep: Tensor, all_real: bool, position_ids: Tensor | None, seq_idx: Tensor | None, cu_seq_lens: Tensor | None
+) -> Tensor | None:
+    """[B, T] document numbers from whichever packing convention was used, None when every row is one document."""
+    B, T = keep.shape
+    if position_ids is None and seq_idx is None and cu_seq_lens is None:
+        return None
+    order = torch.argsort(~keep, dim=1, stable=True) if not all_real else torch.arange(T, device=keep.device)[None]
+    starts = torch.zeros(B, T, dtype=torch.bool, device=keep.device)  # in the order of real tokens
+    if position_ids is not None:
+        position = position_ids.expand(B, T).gather(1, order.expand(B, T))
+        starts[:, 1:] |= position[:, 1:] <= position[:, :-1]
+    if seq_idx is not None:
+        if seq_idx.shape != keep.shape:
+            raise ValueError(f"seq_idx must be [{B}, {T}], got {list(seq_idx.shape)}.")
+        number = seq_idx.gather(1, order.expand(B, T))
+        starts[:, 1:] |= number[:, 1:] != number[:, :-1]
+    if cu_seq_lens is not None:
+        if B != 1 or cu_seq_lens.dim() != 1 or int(cu_seq_lens[0]) != 0 or int(cu_seq_lens[-1]) != T:
+            raise ValueError(
+                f"cu_seq_lens_q must be [documents + 1], start at 0 and end at {T}, with a batch of one; got "
+                f"{cu_seq_lens.tolist()} and a batch of {B}."
+            )
+        border = torch.zeros(1, T + 1, dtype=torch.long, device=keep.device)
+        border[0, cu_seq_lens.long()] = 1
+        number = border[:, :T].cumsum(1).gather(1, order)
+        starts[:, 1:] |= number[:, 1:] != number[:, :-1]
+    if not all_real:
+        starts &= keep.gather(1, order)  # pads start nothing
+    if not bool(starts.any()):
+        return None
+    documents = torch.zeros_like(starts, dtype=torch.long)
+    return documents.scatter(1, order.expand(B, T), starts.cumsum(1))
+
+
+def _positions(keep: Tensor, all_real: bool, documents: Tensor | None) -> Tensor:
+    B, T = keep.shape
+    if all_real and documents is None:
+        return torch.arange(T, device=keep.device)[None]
+    place = (keep.cumsum(1) - 1).clamp_min(0)
+    if documents is None:
+        return place
+    first = torch.full((B, T + 1), T, device=keep.device)
+    first.scatter_reduce_(1, documents, torch.where(keep, place, T), "amin")
+    return (place - first.gather(1, documents)).clamp_min(0)
+
+
+def document_starts(labels: Tensor, position_ids: Tensor | None, **packing: Tensor | None) -> Tensor | None:
+    """[B, T] True at the first token of every document but the first, for a batch without pads; None when unpacked."""
+    keep = torch.ones_like(labels, dtype=torch.bool)
+    documents = _documents(keep, True, position_ids, packing.get("seq_idx"), packing.get("cu_seq_lens_q"))
+    if documents is None:
+        return None
+    return torch.cat([torch.zeros_like(keep[:, :1]), documents[:, 1:] != documents[:, :-1]], dim=1)

@@ -1,0 +1,223 @@
+"""What mixers share: the contract, the split into heads, the layout of rows, and the life of a recurrent state.
+
+Shapes: B batch, T time, R rows, L row length, D model width, H heads, W head width.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ..cache import MixerStateLayer, States
+from ..context import Rows, SequenceContext
+from ..ops.numerics import at_least_fp32
+from ..ops.short_convolution import short_convolution
+
+
+class MixerExtras(NamedTuple):
+    """What a mixer returns beside its output.
+
+    Attributes:
+        weights: Attention weights [B, H, T, S] when asked for and materialised.
+        aux_losses: Scalars to add to the training loss.
+        max_logits: [H] largest attention logits, for optimizers that clip by them.
+    """
+
+    weights: Tensor | None = None
+    aux_losses: tuple[Tensor, ...] = ()
+    max_logits: Tensor | None = None
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """[B, T, H·W] -> [B, H, T, W]."""
+    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """[B, H, T, W] -> [B, T, H·W]."""
+    return x.transpose(1, 2).flatten(2)
+
+
+class Mixer(nn.Module):
+    """Base of all mixers: `forward(hidden_states [B, T, D], context, cache) -> ([B, T, D], MixerExtras | None)`.
+
+    Args:
+        config: A `FrankensteinConfig`.
+        layer_idx: Which layer this is; parameters come from `config.params_for(layer_idx)`.
+    """
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.params = config.params_for(layer_idx)
+        self.hidden_size = config.hidden_size
+        self.num_heads = config.num_attention_heads
+        self.head_dim = config.head_dim
+
+    def init_parameters(self) -> None:
+        """Fill raw parameters and buffers, through `transformers.initialization` only."""
+
+    def forward(
+        self, hidden_states: Tensor, context: SequenceContext, cache: Any = None
+    ) -> tuple[Tensor, MixerExtras | None]:
+        """Mix the sequence. See the class."""
+        raise NotImplementedError
+
+
+class RowMixer(Mixer):
+    """A mixer with states, windows or borders: it sees rows of one document each and never a pad before the end."""
+
+    def forward(
+        self, hidden_states: Tensor, context: SequenceContext, cache: Any = None
+    ) -> tuple[Tensor, MixerExtras | None]:
+        layer = None if cache is None else cache.layers[self.layer_idx]
+        mixed = [self.mix(rows.compact(hidden_states), rows, layer) for rows in context.rows]
+        output = context.restore([out for out, _ in mixed])
+        if mixed[0][1] is None:
+            return output, None
+        return output, MixerExtras(context.restore_weights([weights for _, weights in mixed if weights is not None]))
+
+    def mix(self, x: Tensor, rows: Rows, layer: MixerStateLayer | None) -> tuple[Tensor, Tensor | None]:
+        """[R, L, D] -> [R, L, D], and attention weights [R, H, L, L] or None."""
+        raise NotImplementedError
+
+
+class RecurrentMixer(RowMixer):
+    """A mixer that is `project`, a recurrence `scan` over the projections, and `finish`.
+
+    Backwards in time an encoder runs the same `scan` over the mirrored projections and adds the two readouts; the
+    reverse one leaves out each token's own write, which the forward one has read already.
+    """
+
+    def project(self, x: Tensor, rows: Rows) -> States:
+        """[R, L, D] -> tensors [R, L, …]: everything a state can learn from the tokens."""
+        raise NotImplementedError
+
+    def scan(
+        self,
+        inputs: States,
+        states: States,
+        lengths: Tensor | None,
+        *,
+        exclude_own: bool = False,
+        sequential: bool = False,
+    ) -> tuple[Tensor, States]:
+        """Run the recurrence.
+
+        Args:
+            inputs: What `project` returned.
+            states: States before the first token; empty at the start.
+            lengths: [R] real tokens of each row, or None when all are real. What lies behind them must not reach the
+                returned states.
+            exclude_own: Read every token's state without its own write.
+            sequential: Token by token, as the paper writes it.
+
+        Returns:
+            Readout [R, L, …] and the states after the last real token.
+        """
+        raise NotImplementedError
+
+    def finish(self, readout: Tensor, x: Tensor) -> Tensor:
+        """Readout and input [R, L, D] -> output [R, L, D]."""
+        raise NotImplementedError
+
+    def advance(self, inputs: States, states: States, lengths: Tensor | None) -> States:
+        """The states after `inputs`; replays a call when a cache rolls back."""
+        return self.scan(inputs, states, lengths)[1]
+
+    def mix(self, x: Tensor, rows: Rows, layer: MixerStateLayer | None) -> tuple[Tensor, Tensor | None]:
+        sequential = rows.context.backend == "eager"
+        inputs = self.project(x, rows)
+        states = (layer.read(self.advance) if layer is not None else None) or {}
+        readout, states = self.scan(inputs, states, rows.lengths, sequential=sequential)
+        if layer is not None:
+            layer.write(states, inputs, rows.context.keep, rows.context.all_real)
+        if not rows.is_causal:
+            mirrored = {name: rows.flip(tensor) for name, tensor in inputs.items()}
+            reverse, _ = self.scan(mirrored, {}, rows.lengths, exclude_own=True, sequential=sequential)
+            readout = readout + rows.flip(reverse)
+        return self.finish(readout, x), None
+
+
+def zero_beyond(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """`x` [R, L, …] with zeros behind the real tokens."""
+    if lengths is None:
+        return x
+    beyond = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
+    return x.masked_fill(beyond.view(*beyond.shape, *[1] * (x.dim() - 2)), 0.0)
+
+
+def last_real(past: Tensor, new: Tensor, lengths: Tensor | None) -> Tensor:
+    """The last P real entries of `past` [R, P, …] followed by `new` [R, L, …], of which `lengths` [R] are real."""
+    P, L = past.shape[1], new.shape[1]
+    if lengths is None:
+        return new[:, L - P :] if P <= L else torch.cat([past[:, L:], new], dim=1)
+    index = lengths[:, None] + torch.arange(P, device=new.device)
+    index = index.view(*index.shape, *[1] * (new.dim() - 2)).expand(-1, -1, *new.shape[2:])
+    return torch.cat([past, new], dim=1).gather(1, index)
+
+
+class ShortConvolution(nn.Module):
+    """Causal depthwise convolution with SiLU, carrying its last W−1 inputs from call to call.
+
+    Args:
+        channels: Channels E.
+        kernel_size: Taps W; the last one weighs the current token.
+        bias: Whether to add a learned bias.
+    """
+
+    def __init__(self, channels: int, kernel_size: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, kernel_size))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+
+    def init_parameters(self) -> None:
+        """Uniform in ±1/√W, as PyTorch initialises a depthwise convolution."""
+        bound = self.weight.shape[1] ** -0.5
+        init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: Tensor, tail: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x [R, L, E], tail [R, W−1, E] or None at the start -> output [R, L, E] and the next tail."""
+        if tail is None:
+            tail = x.new_zeros(x.shape[0], self.weight.shape[1] - 1, x.shape[2])
+        y = short_convolution(x, self.weight, self.bias, tail.to(x.dtype))
+        return nn.functional.silu(y), last_real(tail.to(x.dtype), x, lengths)
+
+
+class GatedHeadNorm(nn.Module):
+    """Normalise each head's readout, scale it, and gate it with SiLU.
+
+    Args:
+        num_heads, head_dim: H and W.
+        eps: Of the norm.
+        centred: Subtract each head's mean too and learn H·W gains and biases (group norm over heads); otherwise divide
+            by the root mean square and learn W gains shared by the heads.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, eps: float, centred: bool) -> None:
+        super().__init__()
+        self.eps, self.centred = eps, centred
+        self.weight = nn.Parameter(torch.ones(num_heads, head_dim) if centred else torch.ones(head_dim))
+        self.bias = nn.Parameter(torch.zeros(num_heads, head_dim)) if centred else None
+
+    def init_parameters(self) -> None:
+        """The identity after normalising."""
+        init.ones_(self.weight)
+        if self.bias is not None:
+            init.zeros_(self.bias)
+
+    def forward(self, readout: Tensor, gate: Tensor | None) -> Tensor:
+        """Readout [R, L, H, W], gate [R, L, H·W] or None -> [R, L, H·W] in the dtype of `readout`."""
+        x = at_least_fp32(readout)
+        if self.centred:
+            x = nn.functional.layer_norm(x, x.shape[-1:], eps=self.eps) * self.weight + self.bias
+        else:
+            x = nn.functional.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight
+        x = x.flatten(2)
+        if gate is not None:
+            x = x * nn.functional.silu(at_least_fp32(gate))
+        return x.to(readout.dtype)

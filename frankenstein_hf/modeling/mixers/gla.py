@@ -1,0 +1,95 @@
+"""`gla`: gated linear attention.
+
+Shapes: R rows, L row length, H heads, K = V head width, D model width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..cache import States
+from ..context import Rows
+from ..ops.decayed_scan import decayed_scan
+from ..ops.numerics import at_least_fp32
+from .base import GatedHeadNorm, RecurrentMixer, ShortConvolution, split_heads, zero_beyond
+
+
+def eager_gla(q: Tensor, k: Tensor, v: Tensor, log_α: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+    """S_t = Diag(α_t) S_{t−1} + k_t v_tᵀ,  o_t = K^−½ q_t S_t, token by token.
+
+    Args:
+        q, k, log_α: [R, H, L, K].
+        v: [R, H, L, V].
+        S: [R, H, K, V].
+
+    Returns:
+        o [R, H, L, V] and the last S.
+    """
+    o = []
+    for t in range(q.shape[2]):
+        S = log_α[:, :, t, :, None].exp() * S + k[:, :, t, :, None] * v[:, :, t, None, :]
+        o.append(q.shape[-1] ** -0.5 * torch.einsum("rhk,rhkv->rhv", q[:, :, t], S))
+    return torch.stack(o, dim=2), S
+
+
+class GatedLinearAttention(RecurrentMixer):
+    """Linear attention whose state decays by a data-dependent factor per key channel (arXiv 2312.06635).
+
+    log α = logsigmoid(W₂ W₁ x) / c; group norm over heads and a SiLU gate on the readout.
+    """
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        D, width, bias = self.hidden_size, self.num_heads * self.head_dim, config.attention_bias
+        self.q_proj = nn.Linear(D, width, bias=bias)
+        self.k_proj = nn.Linear(D, width, bias=bias)
+        self.v_proj = nn.Linear(D, width, bias=bias)
+        self.g_proj = nn.Linear(D, width, bias=bias)
+        self.decay_down_proj = nn.Linear(D, self.params.gate_low_rank, bias=False)
+        self.decay_up_proj = nn.Linear(self.params.gate_low_rank, width, bias=True)
+        self.conv = ShortConvolution(3 * width, self.params.conv_kernel) if self.params.use_short_conv else None
+        self.norm = GatedHeadNorm(self.num_heads, self.head_dim, config.rms_norm_eps, centred=True)
+        self.o_proj = nn.Linear(width, D, bias=bias)
+
+    def project(self, x: Tensor, rows: Rows) -> States:
+        decay = at_least_fp32(self.decay_up_proj(self.decay_down_proj(x)))
+        return {
+            "qkv": torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1),
+            "log_decay": F.logsigmoid(decay) / self.params.gate_normalizer,
+        }
+
+    def scan(
+        self,
+        inputs: States,
+        states: States,
+        lengths: Tensor | None,
+        *,
+        exclude_own: bool = False,
+        sequential: bool = False,
+    ) -> tuple[Tensor, States]:
+        qkv, kept = inputs["qkv"], {}
+        if self.conv is not None:
+            qkv, kept["tail"] = self.conv(qkv, states.get("tail"), lengths)
+        q, k, v = (split_heads(x, self.num_heads) for x in zero_beyond(qkv, lengths).chunk(3, dim=-1))
+        log_decay = split_heads(zero_beyond(inputs["log_decay"], lengths), self.num_heads)
+        scale, state = self.head_dim**-0.5, states.get("state")
+        if sequential:
+            q, k, v = (at_least_fp32(x) for x in (q, k, v))
+            if state is None:
+                state = log_decay.new_zeros(*q.shape[:2], self.head_dim, self.head_dim)
+            readout, kept["state"] = eager_gla(q, k, v, log_decay, state)
+            readout = readout.to(qkv.dtype)
+        else:
+            readout, kept["state"] = decayed_scan(
+                q, k, v, log_decay, scale=scale, initial_state=state, output_final_state=True
+            )
+        if exclude_own:
+            readout = readout - scale * (q * k).sum(-1, keepdim=True) * v
+        return readout.transpose(1, 2), kept
+
+    def finish(self, readout: Tensor, x: Tensor) -> Tensor:
+        return self.o_proj(self.norm(readout.to(x.dtype), self.g_proj(x)))
+
+

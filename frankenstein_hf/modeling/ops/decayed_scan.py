@@ -1,0 +1,404 @@
+"""Decayed scan: a matrix state that forgets by its own decay and adds one outer product a token.
+
+    S_t = Diag(a_t) S_{t-1} + k_t v_tᵀ   (decay_axis="key")       o_t = scale · q_tᵀ S_t       a_t = exp(log_decay_t)
+    S_t = S_{t-1} Diag(a_t) + k_t v_tᵀ   (decay_axis="value")
+
+Shapes: B batch, H heads, T time, K key width, V value width, C chunk, N chunks in a segment.
+
+The sequence is cut into chunks of C tokens. With G the cumulative log-decay since the chunk's start, token t reads
+
+    o_t = Σ_{i≤t} (q_t exp(G_t − G_i) k_i) v_i  +  q_t exp(G_t) S,     S the state before the chunk,
+
+so a chunk is a few C×C products, and only the short recurrence over chunk states is a loop. Forward and backward walk
+over segments of a few chunks; the backward keeps the state before each segment and recomputes the rest, so that memory
+stays near that of the inputs and temporaries stay in the processor's cache. The last T mod C tokens are a chunk of
+their own size: nothing is padded.
+"""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .numerics import at_least_fp32, decay_exp, flush_tiny
+
+LONGEST_SCALAR_FORGETTING = -100.0  # one step below this forgets everything; a finite floor admits log_decay = -inf
+LONGEST_EXPONENT = 1280.0  # of a vector decay over one chunk; exp(±half of it) is a normal fp64 number
+TILES_PER_SEGMENT = (
+    32  # chunks × batch × heads computed together: enough for batched products, small enough for the cache
+)
+TILES_PER_SEGMENT_GPU = 4096
+SHORTEST_CHUNKED = 4  # below this many tokens the recurrence itself is faster
+
+
+def decayed_scan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    decay_axis: str = "key",
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    chunk_size: int = 64,
+    sequential: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Linear attention with decay, chunk-parallel: S_t = Diag(a_t) S_{t-1} + k_t v_tᵀ, o_t = scale · q_tᵀ S_t.
+
+    Args:
+        query, key: [B, H, T, K], any strides, T ≥ 1.
+        value: [B, H, T, V].
+        log_decay: log a_t ≤ 0. None (nothing is forgotten), [H] (constant, one per head), [B, H, T] (scalar), or a
+            vector, [B, H, T, K] or [B, H, T, V] as `decay_axis` says. −inf is allowed and resets. A vector decay is
+            clamped at −1280 / chunk_size (−20 for 64: an absolute error of 2e-9 of the state; −40 in fp64).
+        decay_axis: "key" (rows of the state decay) or "value" (its columns); only read for vector decays.
+        scale: factor of the output.
+        initial_state: [B, H, K, V], zeros if None.
+        output_final_state: return S_T as well.
+        chunk_size: tokens computed in parallel; vector decays use at most 64 (fp64: 32).
+        sequential: compute token by token (`recurrent_decayed_scan`), which is twice differentiable.
+
+    Returns:
+        The output [B, H, T, V] in query's dtype and, if asked for, the final state [B, H, K, V] in at least fp32
+        (otherwise None). Half-precision inputs are computed in fp32, fp64 in fp64. An output depends, bit for bit, on
+        no later token. Gradients reach every tensor argument; the chunked form is once differentiable.
+
+    Raises:
+        ValueError: shapes do not fit each other, or an option is out of range.
+
+    Sources: GLA (arXiv 2312.06635, section 4) for vector decays, RetNet (arXiv 2307.08621, section 2.3) for constants.
+    """
+    _check(query, key, value, log_decay, decay_axis, initial_state)
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    if sequential or query.shape[2] < SHORTEST_CHUNKED:
+        return recurrent_decayed_scan(
+            query,
+            key,
+            value,
+            log_decay,
+            decay_axis=decay_axis,
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+        )
+    output, final_state = _DecayedScan.apply(
+        query, key, value, log_decay, initial_state, decay_axis == "value", scale, chunk_size
+    )
+    return output, final_state if output_final_state else None
+
+
+def recurrent_decayed_scan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    decay_axis: str = "key",
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`decayed_scan` token by token in differentiable PyTorch; same arguments, shapes, dtypes and errors."""
+    _check(query, key, value, log_decay, decay_axis, initial_state)
+    q, k, v = at_least_fp32(query) * scale, at_least_fp32(key), at_least_fp32(value)
+    B, H, T, K = q.shape
+    if log_decay is None:
+        log_decay = q.new_zeros(H)
+    a = decay_exp(at_least_fp32(log_decay))
+    if a.ndim == 1:
+        a = a.view(H, 1).expand(B, H, T)
+    a = a[..., None, None] if a.ndim == 3 else a[..., :, None] if decay_axis == "key" else a[..., None, :]
+    S = q.new_zeros(B, H, K, v.shape[-1]) if initial_state is None else at_least_fp32(initial_state)
+    outputs = []
+    with _without_autocast(query):
+        # unbind, because the backward of an index fills a tensor of length T at every step
+        for q_t, k_t, v_t, a_t in zip(q.unbind(2), k.unbind(2), v.unbind(2), a.unbind(2)):
+            S = a_t * S + k_t[..., :, None] * v_t[..., None, :]
+            outputs.append((q_t[..., None, :] @ S).squeeze(-2))
+    return torch.stack(outputs, dim=2).to(query.dtype), S if output_final_state else None
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, decay_axis: str, initial_state: Tensor | None) -> None:
+    if q.ndim != 4 or k.shape != q.shape or v.ndim != 4 or v.shape[:3] != q.shape[:3] or q.shape[2] < 1:
+        raise ValueError(
+            "query and key must be [B, H, T, K] and value [B, H, T, V] with T ≥ 1; "
+            f"got {list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
+        )
+    if decay_axis not in ("key", "value"):
+        raise ValueError(f'decay_axis must be "key" or "value", got {decay_axis!r}')
+    B, H, T, K = q.shape
+    V = v.shape[-1]
+    vector = (B, H, T, K if decay_axis == "key" else V)
+    if g is not None and g.shape not in ((H,), (B, H, T), vector):
+        raise ValueError(
+            f'log_decay must be None, {[H]}, {[B, H, T]} or, for decay_axis="{decay_axis}", {list(vector)}; '
+            f"got {list(g.shape)}"
+        )
+    if initial_state is not None and initial_state.shape != (B, H, K, V):
+        raise ValueError(f"initial_state must be {[B, H, K, V]}, got {list(initial_state.shape)}")
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager:
+    """Autocast would compute the products in half precision."""
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
+
+
+class _DecayedScan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, log_decay, initial_state, by_value, scale, chunk_size):
+        B, H, T, K = query.shape
+        V = value.shape[-1]
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        vector = log_decay is not None and log_decay.ndim == 4
+        if vector:
+            chunk_size = min(chunk_size, 32 if dtype == torch.float64 else 64)
+        tiles = TILES_PER_SEGMENT if query.device.type == "cpu" else TILES_PER_SEGMENT_GPU
+        segments = _segments(T, chunk_size, max(1, tiles // (B * H)))
+        by_value = vector and by_value
+        if initial_state is None:
+            S = torch.zeros(B * H, K, V, dtype=dtype, device=query.device)
+        else:
+            S = initial_state.to(dtype).reshape(B * H, K, V)
+        S = S.mT.contiguous() if by_value else S
+
+        output = torch.empty(B, H, T, V, dtype=query.dtype, device=query.device)
+        starts = S.new_empty(len(segments), *S.shape)
+        with _without_autocast(query):
+            for n, segment in enumerate(segments):
+                starts[n] = S
+                if not vector:
+                    q, k, v = (_load(x, segment, dtype) for x in (query, key, value))
+                    o, S = _scalar_forward(q, k, v, _load_scalar(log_decay, segment, B, H, q), S)
+                elif by_value:
+                    q, k = (_load(x, segment, dtype) for x in (query, key))
+                    v, g = (_load(x, segment, torch.float64) for x in (value, log_decay))
+                    o, S = _value_forward(q, k, v, g, S)
+                else:
+                    q, k, g = (_load(x, segment, torch.float64) for x in (query, key, log_decay))
+                    o, S = _key_forward(q, k, _load(value, segment, dtype), g, S)
+                _store(output, segment, o.mul_(scale))
+        ctx.save_for_backward(query, key, value, log_decay, starts)
+        ctx.set_materialize_grads(False)
+        ctx.segments, ctx.scale, ctx.vector, ctx.by_value = segments, scale, vector, by_value
+        ctx.state_dtype = None if initial_state is None else initial_state.dtype
+        return output, (S.mT.contiguous() if by_value else S).view(B, H, K, V)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_output, d_final_state):
+        query, key, value, log_decay, starts = ctx.saved_tensors
+        B, H, _, K = query.shape
+        V = value.shape[-1]
+        dtype = starts.dtype
+        if d_output is None:
+            d_output = torch.zeros_like(value)
+        if d_final_state is None:
+            dS = torch.zeros_like(starts[0])
+        else:
+            dS = d_final_state.to(dtype).reshape(B * H, K, V)
+            dS = dS.mT.contiguous() if ctx.by_value else dS
+        d_query, d_key, d_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        with_decay = ctx.needs_input_grad[3]
+        d_decay = torch.zeros_like(log_decay) if with_decay else None
+
+        with _without_autocast(query):
+            for n in reversed(range(len(ctx.segments))):
+                segment, S = ctx.segments[n], starts[n]
+                if not ctx.vector:
+                    q, k, v, do = (_load(x, segment, dtype) for x in (query, key, value, d_output))
+                    g = _load_scalar(log_decay, segment, B, H, q)
+                    dq, dk, dv, dg, dS = _scalar_backward(q, k, v, g, S, do * ctx.scale, dS, with_decay)
+                elif ctx.by_value:
+                    q, k = (_load(x, segment, dtype) for x in (query, key))
+                    v, do, g = (_load(x, segment, torch.float64) for x in (value, d_output, log_decay))
+                    _, dv, dq, dk, dg, dS = _vector_backward(do * ctx.scale, v, q, k, g, S, dS)
+                else:
+                    q, k, g = (_load(x, segment, torch.float64) for x in (query, key, log_decay))
+                    v, do = (_load(x, segment, dtype) for x in (value, d_output))
+                    dq, dk, _, dv, dg, dS = _vector_backward(q, k, do * ctx.scale, v, g, S, dS)
+                for whole, part in ((d_query, dq), (d_key, dk), (d_value, dv)):
+                    _store(whole, segment, part)
+                if with_decay and log_decay.ndim == 1:
+                    d_decay += dg.sum((0, 2)).view(B, H).sum(0)
+                elif with_decay:
+                    _store(d_decay, segment, dg)
+        d_initial_state = None
+        if ctx.needs_input_grad[4]:
+            d_initial_state = (dS.mT if ctx.by_value else dS).reshape(B, H, K, V).to(ctx.state_dtype)
+        return d_query, d_key, d_value, d_decay, d_initial_state, None, None, None
+
+
+Segment = tuple[int, int, int]  # first token, token after the last, chunk length
+
+
+def _segments(T: int, C: int, chunks: int) -> list[Segment]:
+    whole = T - T % C
+    segments = [(start, min(start + C * chunks, whole), C) for start in range(0, whole, C * chunks)]
+    return segments + ([(whole, T, T - whole)] if whole < T else [])
+
+
+def _view(x: Tensor, segment: Segment) -> Tensor:
+    """[B, H, T, …] -> the segment's chunks as a view, [N, B, H, C, …]; chunk-first so that the loop reads slices."""
+    start, stop, C = segment
+    return x[:, :, start:stop].unflatten(2, (-1, C)).movedim(2, 0)
+
+
+def _load(x: Tensor, segment: Segment, dtype: torch.dtype) -> Tensor:
+    chunks = _view(x, segment).to(dtype, memory_format=torch.contiguous_format).contiguous()
+    return chunks.flatten(1, 2)
+
+
+def _store(whole: Tensor, segment: Segment, chunks: Tensor) -> None:
+    _view(whole, segment).copy_(chunks.unflatten(1, whole.shape[:2]))
+
+
+def _load_scalar(log_decay: Tensor | None, segment: Segment, B: int, H: int, like: Tensor) -> Tensor:
+    """[N, B·H, C] for a scalar decay, [1, B·H, C] for a constant one, fp64."""
+    if log_decay is None:
+        return torch.zeros(1, B * H, segment[2], dtype=torch.float64, device=like.device)
+    if log_decay.ndim == 1:
+        return log_decay.double().repeat(B)[None, :, None].expand(1, B * H, segment[2])
+    return _load(log_decay, segment, torch.float64)
+
+
+def _run(decay: Tensor, writes: Tensor, S: Tensor, reverse: bool = False) -> Tensor:
+    """S_{n+1} = decay_n S_n + writes_n for all n, [N + 1, B·H, …]; `reverse` runs from S_N = `S` down to S_0."""
+    N = writes.shape[0]
+    states = writes.new_empty(N + 1, *S.shape)
+    states[N if reverse else 0] = flush_tiny(S)
+    decays = decay.expand(N, *decay.shape[1:]).unbind()
+    for n in range(N - 1, -1, -1) if reverse else range(N):
+        source, target = (n + 1, n) if reverse else (n, n + 1)
+        torch.addcmul(writes[n], decays[n], states[source], out=states[target])
+    return states
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: float = 1.0) -> Tensor:
+    """beta · total + a @ b, written over `total`."""
+    total.flatten(0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1), beta=beta)
+    return total
+
+
+# Scalar and constant decays: the decay between two tokens is one number, so a C×C matrix of them multiplies the scores.
+
+
+def _scalar_factors(g: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """exp(G_t − G_i) for i ≤ t [N, B·H, C, C], exp(G_t), exp(G_C − G_t) [N, B·H, C, 1], exp(G_C) [N, B·H, 1, 1]."""
+    # fp64: after a burst of strong decays G is large, and small differences of it must still be exact
+    G = g.clamp_min(LONGEST_SCALAR_FORGETTING).cumsum(-1)[..., None]
+    end = G[..., -1:, :]
+    between = decay_exp((G - G.mT).to(dtype).tril_()).tril_()  # first, as exp is slow where it overflows
+    return between, decay_exp(G.to(dtype)), decay_exp((end - G).to(dtype)), decay_exp(end.to(dtype))
+
+
+def _scalar_forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+    between, since_start, to_end, whole = _scalar_factors(g, q.dtype)
+    states = _run(whole, (k * to_end).mT @ v, S)
+    P = (q @ k.mT).mul_(between)
+    return _add_product((q * since_start) @ states[:-1], P, v), states[-1]
+
+
+def _scalar_backward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, S: Tensor, do: Tensor, dS: Tensor, with_decay: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """Gradients of q, k, v, g (summed over chunks if it is constant) and of the state before the chunks."""
+    between, since_start, to_end, whole = _scalar_factors(g, q.dtype)
+    kd = k * to_end
+    S = _run(whole, kd.mT @ v, S)[:-1]
+    dS = _run(whole, (q * since_start).mT @ do, dS, reverse=True)
+    dS, dS_end = dS[0], dS[1:]
+    P = (q @ k.mT).mul_(between)
+    dP = do @ v.mT
+    dq = (do @ S.mT).mul_(since_start)
+    dk = (v @ dS_end.mT).mul_(to_end)
+    dv = _add_product(kd @ dS_end, P.mT, do)
+    dg = None
+    if with_decay:
+        # g_s acts on all pairs i < s ≤ t, on reads of S at t ≥ s, on writes to the end at i < s, and on S itself.
+        # Each is summed as such: differences of larger sums would lose the small gradients of strong decays.
+        pairs, reads, writes = dP * P, (q * dq).sum(-1), (k * dk).sum(-1)
+        kept = (S * dS_end).sum((-2, -1))[..., None] * whole[..., 0]
+        if g.shape[0] == 1:
+            pairs, reads, writes, kept = (x.sum(0, keepdim=True) for x in (pairs, reads, writes, kept))
+        from_s = pairs.new_ones(g.shape[-1], g.shape[-1]).triu_()
+        dg = (from_s @ pairs).tril_(-1).sum(-1) + (from_s @ reads[..., None])[..., 0]
+        dg += (writes[..., None, :] @ from_s.triu(1))[..., 0, :] + kept
+        dg = dg.masked_fill(g < LONGEST_SCALAR_FORGETTING, 0.0)
+    dA = dP.mul_(between)
+    return _add_product(dq, dA, k), _add_product(dk, dA.mT, q), dv, dg, dS
+
+
+# Vector decays. With x, y the pair of inputs along the decaying axis and u, w the other pair, the loss of a chunk is
+#
+#     Σ_{i≤t} (X_t · Y_i) (u_t · w_i) + …,     X_t = exp(G_t) x_t,     Y_i = exp(−G_i) y_i,
+#
+# with (x, y, u, w) = (q, k, do, v) if the decay is along the keys and (do, v, q, k) if it is along the values. It is
+# symmetric: an output is the gradient of the loss with respect to `do`, so one set of formulas serves both axes.
+#
+# exp(−G) overflows fp32, so x, y, X and Y are fp64. X and Y carry the constant factors exp(±LONGEST_EXPONENT / 2), which
+# keep them in fp64's range at any decay without looking at later tokens. What X·Y gives above the diagonal may be
+# infinite; `tril` selects, it does not multiply.
+
+CENTRE = math.exp(-LONGEST_EXPONENT / 2)
+
+
+def _vector_factors(g: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(G) / CENTRE [N, B·H, C, …], and its last row."""
+    G = g.clamp_min(-LONGEST_EXPONENT / g.shape[-2]).cumsum(-2)
+    E = G.add_(LONGEST_EXPONENT / 2).exp_()
+    return E, E[..., -1:, :]
+
+
+def _key_forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+    E, end = _vector_factors(g)
+    X, Y = q * E, k / E
+    P = flush_tiny(X @ Y.mT).to(v.dtype).tril_()
+    whole = flush_tiny(end * CENTRE).to(v.dtype).mT
+    states = _run(whole, flush_tiny(Y.mul_(end)).to(v.dtype).mT @ v, S)
+    Xg = flush_tiny(X.mul_(CENTRE)).to(v.dtype)
+    return _add_product(Xg @ states[:-1], P, v), states[-1]
+
+
+def _value_forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+    E, end = _vector_factors(g)
+    Y = v / E
+    whole = flush_tiny(end * CENTRE).to(q.dtype).mT
+    states = _run(whole, flush_tiny(Y * end).to(q.dtype).mT @ k, S)
+    R = (q @ k.mT).tril_().double()
+    o = _add_product((q @ states[:-1].mT).double(), R, Y, beta=CENTRE).mul_(E)
+    return o, states[-1]
+
+
+def _vector_backward(
+    x: Tensor, y: Tensor, u: Tensor, w: Tensor, g: Tensor, S: Tensor, dS: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, y, u, w, g and of the state before the chunks; S and dS are [B·H, width of x, width of u]."""
+    dtype = u.dtype
+    E, end = _vector_factors(g)
+    X, Y = x * E, y / E
+    Xg, Yd = flush_tiny(X * CENTRE).to(dtype), flush_tiny(Y * end).to(dtype)
+    whole = flush_tiny(end * CENTRE).to(dtype).mT
+    S = _run(whole, Yd.mT @ w, S)[:-1]
+    dS = _run(whole, Xg.mT @ u, dS, reverse=True)
+    dS, dS_end = dS[0], dS[1:]
+    P = flush_tiny(X @ Y.mT).to(dtype).tril_()
+    R = (u @ w.mT).tril_().double()
+    du = _add_product(Xg @ S, P, w)
+    dw = _add_product(Yd @ dS_end, P.mT, u)
+    dx = _add_product((u @ S.mT).double(), R, Y, beta=CENTRE).mul_(E)
+    dy = (w @ dS_end.mT).double().mul_(end)
+    kept = (Y * dy).sum(-2) + (whole * (S * dS_end).sum(-1, keepdim=True))[..., 0]
+    dy = _add_product(dy, R.mT, X).div_(E)
+    # token t raises G_t as a reader and lowers it as a writer; in fp64, as under strong decay nearly all of it cancels
+    dG = torch.addcmul(x * dx, y, dy, value=-1)
+    dG[..., -1, :] += kept
+    dg = torch.ones(dG.shape[-2], dG.shape[-2], dtype=dG.dtype, device=dG.device).triu_() @ dG
+    dg.masked_fill_(g < -LONGEST_EXPONENT / g.shape[-2], 0.0)
+    return dx, dy, du, dw, dg, dS

@@ -1,0 +1,42 @@
+"""What every recurrent core needs from arithmetic: enough precision, and no subnormal numbers.
+
+Ordinary gates push products of decays into the 1e-38 … 1e-45 band, where matrix products run several times slower on a
+CPU. Nothing that small can matter beside fp32 rounding, so the helpers here return exact zeros instead.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+TINY = 1e-26
+LOG_TINY = -61.0  # exp(-61) < TINY; clamping before exp() also avoids the slow underflow path of vector math libraries
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """`x` in fp32 if it was half precision, unchanged otherwise (fp64 stays fp64)."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def decay_exp(log_decay: Tensor) -> Tensor:
+    """exp(log_decay) for log_decay ≤ 0, exactly zero below 1e-26."""
+    return F.threshold(log_decay.clamp_min(LOG_TINY).exp(), TINY, 0.0)
+
+
+def flush_tiny(x: Tensor) -> Tensor:
+    """`x` with entries below 1e-26 in magnitude replaced by exact zeros."""
+    return F.hardshrink(x, TINY)
+
+
+def split_chunks(x: Tensor, size: int) -> Tensor:
+    """[B, H, T, …] -> [N, B·H, C, …] with C = size, the last chunk filled with zeros; chunk-first so a loop reads slices."""
+    B, H, T = x.shape[:3]
+    rest = x.shape[3:]
+    x = x.reshape(B * H, T, *rest)
+    if missing := -T % size:
+        x = torch.cat([x, x.new_zeros(B * H, missing, *rest)], dim=1)
+    return x.view(B * H, -1, size, *rest).transpose(0, 1).contiguous()
+
+
+def merge_chunks(x: Tensor, B: int, H: int, T: int) -> Tensor:
+    """Inverse of `split_chunks`: [N, B·H, C, …] -> [B, H, T, …]."""
+    return x.transpose(0, 1).reshape(B, H, -1, *x.shape[3:])[:, :, :T]

@@ -1,0 +1,105 @@
+"""Softmax attention over scores, with visibility masks and biases; materialised for reading, fused for speed.
+
+Shapes: B batch, H query heads, G key/value heads (G divides H), T queries, S keys, K key width, V value width.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .numerics import at_least_fp32
+
+
+def eager_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale · q kᵀ + bias, over the visible keys) v with the scores materialised: the readable reference.
+
+    Args:
+        query: [B, H, T, K].
+        key, value: [B, G, S, K] and [B, G, S, V]; each serves H/G consecutive query heads.
+        mask: Broadcastable to [B, H, T, S]; bool with True = visible, or additive.
+        is_causal: Query i (the last T of S positions) sees keys j ≤ S − T + i, besides `mask`.
+        bias: Broadcastable to [B, H, T, S], added to the scores.
+        scale: K^−½ by default.
+        dropout: Probability of dropping a weight.
+
+    Returns:
+        Output [B, H, T, V] and weights [B, H, T, S], in the dtype of `query`. A row that sees nothing gives zeros.
+    """
+    T, S, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = at_least_fp32(query @ key.mT) * scale
+    if bias is not None:
+        scores = scores + bias
+    visible = None
+    if is_causal:
+        visible = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(S - T)
+    if mask is not None and mask.dtype == torch.bool:
+        visible = mask if visible is None else visible & mask
+    elif mask is not None:
+        scores = scores + mask
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    top = scores.amax(-1, keepdim=True).detach()
+    weights = (scores - top.masked_fill(top == -torch.inf, 0.0)).exp()
+    weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+    weights = F.dropout(weights, dropout, training=dropout > 0).to(query.dtype)
+    return weights @ value, weights
+
+
+def scored_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    bias: Tensor | None = None,
+    low_rank_bias: tuple[Tensor, Tensor] | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """The same as `eager_attention` through PyTorch's fused kernel; keys and values are never expanded over heads.
+
+    Args:
+        query, key, value, mask, is_causal, bias, scale, dropout: As in `eager_attention`. `is_causal` cannot be
+            combined with a mask or bias.
+        low_rank_bias: (left [B, H, T, R], right [B, G, S, R]); left · rightᵀ is added to the scores by widening
+            queries and keys, so that no T×S tensor arises.
+
+    Returns:
+        Output [B, H, T, V].
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if low_rank_bias is not None:
+        left, right = low_rank_bias
+        query = torch.cat([query * scale, left.to(query.dtype)], dim=-1)
+        key, scale = torch.cat([key, right.to(key.dtype)], dim=-1), 1.0
+    if bias is not None:
+        if mask is not None and mask.dtype == torch.bool:
+            bias = bias.masked_fill(~mask, -torch.inf)
+        mask = bias if mask is None or mask.dtype == torch.bool else bias + mask
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(query.dtype)
+    if is_causal and mask is not None:
+        raise ValueError("is_causal cannot be combined with a mask or bias; put the triangle into the mask.")
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )

@@ -1,0 +1,171 @@
+"""Sliding-window attention with sinks: softmax over a band of keys, at a cost proportional to the band.
+
+Shapes: B batch, H query heads, K key/value heads (G = H/K queries share one), T queries, S keys, D head width,
+        N blocks of C queries, L keys a block sees (C + left + right), Z sinks.
+
+Queries are cut into blocks; a block attends to the L keys its band can touch, gathered as overlapping windows, with the
+sinks in front of them, so that one ordinary softmax covers both. Nothing of size T x S is ever made.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def window_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    left: int,
+    right: int,
+    num_sinks: int = 0,
+    lengths: Tensor | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention in which query i sees the keys i-left … i+right and the first `num_sinks` ones.
+
+    With `right == 0` it is causal (sinks included), and bit for bit so: later tokens change nothing before them.
+
+    Args:
+        query: [B, H, T, D]; without `lengths` the queries are the last T of the S positions.
+        key, value: [B, K, S, D] with K dividing H and S ≥ T; never expanded to H heads.
+        left, right: how far a query looks back and ahead, ≥ 0 (the own token always counts besides).
+        num_sinks: number of leading positions every query sees, ≥ 0.
+        lengths: [B] integers or None. Only the positions before `lengths[b]` of row b are real; needs T == S. What
+            stands behind them, NaN included, influences no output and no gradient, and its own output is zero.
+        scale: factor of the scores, 1/√D when None.
+        dropout: probability of dropping an attention weight.
+
+    Returns:
+        [B, H, T, D] in the dtype of `query`.
+
+    Raises:
+        ValueError: if shapes or ranges do not fit.
+    """
+    _check(query, key, value, left, right, num_sinks, lengths)
+    T, S = query.shape[2], key.shape[2]
+    num_sinks = min(num_sinks, S)
+    garbage = None
+    if lengths is not None:
+        garbage = (torch.arange(S, device=key.device) >= lengths.to(key.device)[:, None])[:, None, :, None]
+        # Masking alone would not do: a weight of zero times NaN is NaN.
+        query, key, value = (x.masked_fill(garbage, 0) for x in (query, key, value))
+
+    real = lengths if right > 0 else None  # a causal real query meets real keys only
+    reached = S - max(0, S - T - left)
+    block = min(512, max(64, -(-(left + right) // 128) * 64))  # half the band, the measured optimum
+    if block >= T or block + left + right + num_sinks >= reached:
+        out = _dense(query, key, value, left, right, num_sinks, real, scale, dropout)
+    else:
+        out = _blocked(query, key, value, left, right, num_sinks, real, scale, dropout, block)
+    return out if garbage is None else out.masked_fill(garbage, 0)
+
+
+def _dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    left: int,
+    right: int,
+    num_sinks: int,
+    lengths: Tensor | None,
+    scale: float | None,
+    dropout: float,
+) -> Tensor:
+    """One masked attention over all keys in reach; for rows no longer than a window, and for decoding."""
+    (B, H, T, D), (K, S) = query.shape, key.shape[1:3]
+    if right == 0 and left >= S - 1 and T in (1, S) and H == K:
+        return F.scaled_dot_product_attention(query, key, value, None, dropout, is_causal=T > 1, scale=scale)
+    j = torch.arange(S, device=query.device)
+    i = j[S - T :]
+    first = S - T - left
+    if first > num_sinks:
+        j = torch.cat([j[:num_sinks], j[first:]])
+        key, value = (torch.cat([x[:, :, :num_sinks], x[:, :, first:]], dim=2) for x in (key, value))
+    visible = _in_band(i[:, None], j, left, right) | _sees_sink(i[:, None], j, right, num_sinks)
+    if lengths is not None:
+        visible = visible & (j < lengths.to(j.device)[:, None, None, None])
+    visible = _never_empty(visible).repeat(*[1] * (visible.dim() - 2), H // K, 1)
+    query = query.reshape(B, K, -1, D)  # the G queries of a key head as further rows
+    return F.scaled_dot_product_attention(query, key, value, visible, dropout, scale=scale).view(B, H, T, D)
+
+
+def _blocked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    left: int,
+    right: int,
+    num_sinks: int,
+    lengths: Tensor | None,
+    scale: float | None,
+    dropout: float,
+    C: int,
+) -> Tensor:
+    (B, H, T, D), (K, S) = query.shape, key.shape[1:3]
+    N, L, G = -(-T // C), C + left + right, H // K
+    before = S - T  # keys older than the first query
+
+    def windows(x: Tensor) -> Tensor:  # [B, K, S, D] -> [N, B, K, Z + L, D]
+        reach = F.pad(x[:, :, max(0, before - left) :], (0, 0, max(0, left - before), N * C - T + right))
+        window = reach.unfold(2, L, C).permute(2, 0, 1, 4, 3)
+        return torch.cat([x[:, :, :num_sinks].expand(N, B, K, num_sinks, D), window], dim=3)
+
+    start = before + C * torch.arange(N, device=query.device)[:, None, None]
+    i = start + torch.arange(C, device=query.device)[:, None]  # [N, C, 1]
+    j = start - left + torch.arange(L, device=query.device)  # [N, 1, L]
+    sink = torch.arange(num_sinks, device=query.device).expand(N, 1, num_sinks)
+    in_window = _in_band(i, j, left, right) & (j >= num_sinks) & (j < S)  # sinks have columns of their own
+    in_sinks = _in_band(i, sink, left, right) | _sees_sink(i, sink, right, num_sinks)
+    visible = torch.cat([in_sinks, in_window], dim=2)[:, None]  # [N, 1, C, Z + L]
+    heads = (N, B * K)  # as batch and heads of one attention; the mask is shared by all of the second
+    if lengths is not None:
+        is_real = torch.cat([sink, j], dim=2)[:, None] < lengths.to(j.device)[:, None, None]
+        visible = (visible & is_real).flatten(0, 1)[:, None]
+        heads = (N * B, K)
+    visible = _never_empty(visible).repeat(1, 1, G, 1)
+
+    rows = F.pad(query, (0, 0, 0, N * C - T)).view(B, K, G, N, C, D).permute(3, 0, 1, 2, 4, 5)
+    q, k, v = (x.reshape(*heads, -1, D) for x in (rows, windows(key), windows(value)))
+    out = F.scaled_dot_product_attention(q, k, v, visible, dropout, scale=scale)
+    out = out.view(N, B, K, G, C, D).permute(1, 2, 3, 0, 4, 5).reshape(B, H, N * C, D)
+    return out[:, :, :T]
+
+
+def _in_band(i: Tensor, j: Tensor, left: int, right: int) -> Tensor:
+    return (j >= i - left) & (j <= i + right)
+
+
+def _sees_sink(i: Tensor, j: Tensor, right: int, num_sinks: int) -> Tensor:
+    return (
+        (j < num_sinks) & (j <= i) if right == 0 else (j < num_sinks).expand(torch.broadcast_shapes(i.shape, j.shape))
+    )
+
+
+def _never_empty(visible: Tensor) -> Tensor:
+    """Rows that see nothing belong to filling and are discarded; they see everything, so that they stay finite."""
+    return visible | ~visible.any(-1, keepdim=True)
+
+
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, left: int, right: int, num_sinks: int, lengths: Tensor | None
+) -> None:
+    if query.dim() != 4 or key.dim() != 4 or key.shape != value.shape:
+        raise ValueError(
+            "window_attention wants query [B, H, T, D] and key, value [B, K, S, D]; got "
+            f"{list(query.shape)}, {list(key.shape)}, {list(value.shape)}"
+        )
+    (B, H, T, D), (K, S) = query.shape, key.shape[1:3]
+    if key.shape[0] != B or key.shape[3] != D or H % K or S < T or T < 1:
+        raise ValueError(
+            "window_attention needs equal B and D, K dividing H, and 1 ≤ T ≤ S; got "
+            f"query {list(query.shape)}, key {list(key.shape)}"
+        )
+    if min(left, right, num_sinks) < 0:
+        raise ValueError(f"window_attention: left, right, num_sinks must be ≥ 0, got {left}, {right}, {num_sinks}")
+    if lengths is not None and (lengths.shape != (B,) or T != S):
+        raise ValueError(
+            f"window_attention: lengths must be [B] = [{B}] and T == S, got {list(lengths.shape)}, {T}, {S}"
+        )
