@@ -1,4 +1,16 @@
-"""stub"""
-def auto_map(): return {}
-def write_bundle(d, c): pass
-def render_card(m, d): pass
+"""The code that travels with a checkpoint: a flat copy of this package's modules that transformers can load."""
+
+import os
+from typing import Any
+
+
+def auto_map() -> dict[str, str]:
+    return {}
+
+
+def write_bundle(directory: str | os.PathLike, config: Any) -> None:
+    pass
+
+
+def render_card(model: Any, directory: str | os.PathLike) -> None:
+    pass
