@@ -173,6 +173,8 @@ class MixerSpec(ComponentSpec):
         parameter_free: `(params) -> bool`, true when only the four standard projections are used.
         reach: `(params) -> int | None`, how many tokens to either side one layer sees at most (None: all), used by
             tests of the bidirectional mode.
+        native_mask: Sees the batch as given and honours any 4-D attention mask.
+        small_params: Parameter values at which a dozen tokens meet every border; tests run with them.
     """
 
     causal: bool = True
@@ -185,7 +187,8 @@ class MixerSpec(ComponentSpec):
     gradient: str = "exact"
     parameter_free: Callable[[Any], bool] = lambda params: False
     reach: Callable[[Any], int | None] = lambda params: None
-    native_mask: bool = False  # sees the batch as given and honours any 4-D mask
+    native_mask: bool = False
+    small_params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if unknown := set(self.cache) - CACHE_SLOTS:

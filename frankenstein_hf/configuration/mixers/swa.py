@@ -47,6 +47,7 @@ SPECS = (
         cache=frozenset({"ring"}),
         state_size=_ring_floats,
         parameter_free=lambda params: True,
-        reach=lambda params: max(1, params.reach // 2),
+        reach=lambda params: params.reach // 2,
+        small_params={"window_size": 6, "num_sinks": 2},
     ),
 )

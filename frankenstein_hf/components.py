@@ -1,0 +1,44 @@
+"""Looking components up, and adding one's own."""
+
+from .configuration.component import MixerSpec
+from .configuration.registries import MIXERS
+from .modeling.implementations import register_implementation
+from .modeling.mixers.base import Mixer
+
+
+def list_mixers(family: str | None = None) -> list[str]:
+    """Sorted names of the mixers a `layer_pattern` can use, of one family if given.
+
+    Raises:
+        ValueError: Unknown family; the message lists the known ones.
+    """
+    return MIXERS.names(family)
+
+
+def mixer_spec(name: str) -> MixerSpec:
+    """What the mixer called `name` is and can do.
+
+    Raises:
+        ValueError: Unknown name; the message gives the nearest one.
+    """
+    return MIXERS.get(name)
+
+
+def register_mixer(spec: MixerSpec, cls: type[Mixer]) -> None:
+    """Add a mixer from outside this package; afterwards `layer_pattern` accepts `spec.name`.
+
+    Models that use it are saved without code (`save_pretrained(..., save_code=False)`): a Hub bundle cannot carry it,
+    so whoever loads them has to register it first.
+
+    Args:
+        spec: Name, parameters and capabilities.
+        cls: A subclass of `Mixer`, called as `cls(config, layer_idx)`.
+
+    Raises:
+        ValueError: The name is taken by another mixer.
+        TypeError: `cls` is no `Mixer`.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Mixer)):
+        raise TypeError(f"register_mixer needs a subclass of frankenstein_hf's Mixer, got {cls!r}.")
+    MIXERS.register(spec)
+    register_implementation(spec, cls)
