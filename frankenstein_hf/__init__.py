@@ -3,6 +3,7 @@
 Importing the package registers the model family with transformers' Auto classes.
 """
 
+from .attention_interface import register_attention_implementations
 from .auto import register
 from .components import list_mixers, mixer_spec, register_mixer
 from .configuration.configuration_frankenstein import FRANKENSTEIN_VERSION as __version__
@@ -15,6 +16,7 @@ from .modeling.modeling_frankenstein import (
 )
 
 register()
+register_attention_implementations()
 
 __all__ = [
     "FrankensteinConfig",

@@ -18,7 +18,7 @@ from ..configuration.component import did_you_mean
 from ..configuration.configuration_frankenstein import FrankensteinConfig
 from ..configuration.registries import MIXERS, NORMS
 from .context import SequenceContext, document_starts, make_context
-from .hub_bundle import auto_map, render_card, write_bundle
+from .hub_bundle import auto_map, changed_since, render_card, write_bundle
 from .implementations import implementation
 from .layer import FrankensteinLayer
 from .positions import RotaryEmbedding
@@ -96,23 +96,32 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
             ValueError: Weights of layers are missing from the checkpoint or have no place in the model.
         """
         with_info = kwargs.pop("output_loading_info", False)
+        ignore_sizes = kwargs.pop("ignore_mismatched_sizes", False)
         try:
             model, info = super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+                pretrained_model_name_or_path,
+                *args,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # so that one error can list everything that does not fit
+                **kwargs,
             )
         except SafetensorError as error:
             raise OSError(
                 f"A weight file of {str(pretrained_model_name_or_path)!r} is truncated or corrupt ({error}). Download "
                 "or save the checkpoint again."
             ) from error
-        missing = sorted(key for key in info["missing_keys"] if ".mixer." in key or "layers." in key)
+        missing = sorted(key for key in info["missing_keys"] if "layers." in key)
         unexpected = sorted(key for key in info["unexpected_keys"] if ".mixer." in key)
-        if missing or unexpected:
+        sizes = [] if ignore_sizes else [
+            f"{key} ({list(saved)} saved, {list(built)} built)" for key, saved, built in info["mismatched_keys"]
+        ]  # fmt: skip
+        if missing or unexpected or sizes:
             raise ValueError(
-                f"The checkpoint {str(pretrained_model_name_or_path)!r} does not fit layer_pattern="
-                f"{model.config.layer_pattern} with {model.config.num_hidden_layers} layers: "
-                f"missing {missing or 'nothing'}, without a place {unexpected or 'nothing'}. Load it with the "
-                "configuration it was saved with."
+                f"The checkpoint {str(pretrained_model_name_or_path)!r} does not fit the configuration (layer_pattern="
+                f"{model.config.layer_pattern}, {model.config.num_hidden_layers} layers): missing "
+                f"{missing or 'nothing'}, without a place {unexpected or 'nothing'}, of other sizes "
+                f"{sizes or 'nothing'}. Load it with the configuration it was saved with, or pass "
+                "ignore_mismatched_sizes=True if only a head is meant to be new."
             )
         return (model, info) if with_info else model
 
@@ -121,8 +130,11 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
     def _config_to_save(self, with_code: bool) -> Any:
         config = copy.deepcopy(self.config)
         config.is_causal = self.is_causal
+        config._auto_class = None  # of a class from a bundle: transformers would add its own copy of the code
         if with_code:
             config.auto_map = auto_map()
+        elif hasattr(config, "auto_map"):
+            del config.auto_map
         return config
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, save_code: bool = True, **kwargs: Any):
@@ -139,18 +151,23 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
         original = self.config
         # only the saved copy says how the model was resolved; the caller's object stays as it is
         self.config = self._config_to_save(save_code)
+        self.__dict__["is_remote_code"] = lambda: False  # or transformers would add its own copy of a bundle's code
         try:
             if save_code and kwargs.get("is_main_process", True) and not os.path.isfile(save_directory):
                 write_bundle(save_directory, self.config)
             super().save_pretrained(save_directory, *args, **kwargs)
         finally:
             self.config = original
+            del self.__dict__["is_remote_code"]
         if kwargs.get("is_main_process", True):
             render_card(self, save_directory)
 
-    def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args: Any, **kwargs: Any) -> Any:
-        render_card(self, working_dir)  # transformers has just written a card of its own over ours
-        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
+    def _upload_modified_files(
+        self, working_dir: str | os.PathLike, repo_id: str, files_timestamps: dict[str, float], *args: Any, **kwargs: Any
+    ) -> Any:
+        render_card(self, working_dir, repo_id)  # transformers has just written a card of its own over ours
+        files_timestamps = changed_since(files_timestamps, working_dir, self.config)
+        return super()._upload_modified_files(working_dir, repo_id, files_timestamps, *args, **kwargs)
 
     def create_or_update_model_card(self, output_dir: str | os.PathLike) -> None:
         """Write the model card, keeping the training sections of a card `Trainer` may have written."""
