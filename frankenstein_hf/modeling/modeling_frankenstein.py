@@ -18,7 +18,7 @@ from ..configuration.component import did_you_mean
 from ..configuration.configuration_frankenstein import FrankensteinConfig
 from ..configuration.registries import MIXERS, NORMS
 from .context import SequenceContext, document_starts, make_context
-from .hub_bundle import auto_map, changed_since, render_card, write_bundle
+from .hub_bundle import auto_map, changed_since, read_card, render_card, write_bundle
 from .implementations import implementation
 from .layer import FrankensteinLayer
 from .positions import RotaryEmbedding
@@ -130,7 +130,7 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
     def _config_to_save(self, with_code: bool) -> Any:
         config = copy.deepcopy(self.config)
         config.is_causal = self.is_causal
-        config._auto_class = None  # of a class from a bundle: transformers would add its own copy of the code
+        config.__dict__["_auto_class"] = None  # else transformers adds its own copy of a bundle's code
         if with_code:
             config.auto_map = auto_map()
         elif hasattr(config, "auto_map"):
@@ -151,21 +151,23 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
         original = self.config
         # only the saved copy says how the model was resolved; the caller's object stays as it is
         self.config = self._config_to_save(save_code)
-        self.__dict__["is_remote_code"] = lambda: False  # or transformers would add its own copy of a bundle's code
+        self.__dict__["is_remote_code"] = lambda: False  # for the same reason as `_auto_class` above
+        self.__dict__["card_before"] = read_card(save_directory)  # with push_to_hub=True transformers writes over it
         try:
             if save_code and kwargs.get("is_main_process", True) and not os.path.isfile(save_directory):
                 write_bundle(save_directory, self.config)
             super().save_pretrained(save_directory, *args, **kwargs)
         finally:
             self.config = original
-            del self.__dict__["is_remote_code"]
+            del self.__dict__["is_remote_code"], self.__dict__["card_before"]
         if kwargs.get("is_main_process", True):
             render_card(self, save_directory)
 
     def _upload_modified_files(
         self, working_dir: str | os.PathLike, repo_id: str, files_timestamps: dict[str, float], *args: Any, **kwargs: Any
     ) -> Any:
-        render_card(self, working_dir, repo_id)  # transformers has just written a card of its own over ours
+        # transformers has just written a card of its own
+        render_card(self, working_dir, repo_id, before=self.__dict__.get("card_before"))
         files_timestamps = changed_since(files_timestamps, working_dir, self.config)
         return super()._upload_modified_files(working_dir, repo_id, files_timestamps, *args, **kwargs)
 
@@ -214,19 +216,25 @@ class FrankensteinModel(FrankensteinPreTrainedModel):
         self.norm = implementation(NORMS.get(config.norm))(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
         self.gradient_checkpointing = False
+        self._tied_weights_keys = self._shared_tables()
         self.post_init()
 
+    def _shared_tables(self) -> dict[str, str]:
+        """Weights of tables that mixers of several layers share, each mapped to the first layer's."""
+        first: dict[str, str] = {}
+        shared = {}
+        for i, layer in enumerate(self.layers):
+            for table in getattr(layer.mixer, "shared_tables", ()):
+                weight = f"layers.{i}.mixer.{table}.weight"
+                if first.setdefault(table, weight) != weight:
+                    shared[weight] = first[table]
+        return shared
+
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """transformers' map of tied weights, and the tables that mixers share across layers."""
-        tied = super().get_expanded_tied_weights_keys(all_submodels)
-        if not all_submodels:
-            first: dict[str, str] = {}
-            for i, layer in enumerate(self.layers):
-                for table in getattr(layer.mixer, "shared_tables", ()):
-                    weight = f"layers.{i}.mixer.{table}.weight"
-                    if first.setdefault(table, weight) != weight:
-                        tied[weight] = first[table]
-        return tied
+        """transformers' map of tied weights; the stack's own do not depend on `tie_word_embeddings`."""
+        if all_submodels:
+            return super().get_expanded_tied_weights_keys(all_submodels=True)
+        return dict(self._tied_weights_keys)
 
     @can_return_tuple
     def forward(

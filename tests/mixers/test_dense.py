@@ -1,0 +1,96 @@
+"""`standard`, `gqa`, `swa` and `memory` against numpy derivations from the papers."""
+
+import numpy as np
+import pytest
+import torch
+
+from ..tiny import assert_near, tokens
+from .run import make_mixer, numpy_weights, run
+
+H, W, T = 2, 10, 13
+
+
+def rotate(x: np.ndarray) -> np.ndarray:
+    """Rotary positions on [T, W]: channel pairs (i, i + W/2) turn by t · 10000^(−2i/W)."""
+    t, half = np.arange(x.shape[0])[:, None], x.shape[1] // 2
+    angle = t * 10000.0 ** (-np.arange(half) * 2 / x.shape[1])
+    a, b = x[:, :half], x[:, half:]
+    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=1)
+
+
+def attention(x, w, visible, value=None, kv_heads=1):
+    out = []
+    for h in range(H):
+        g = h * kv_heads // H
+        q = rotate((x @ w["q_proj.weight"].T)[:, h * W : (h + 1) * W])
+        k = (x @ w["k_proj.weight"].T)[:, g * W : (g + 1) * W]
+        v = (x @ w["v_proj.weight"].T)[:, g * W : (g + 1) * W] if value is None else value(k, g)
+        scores = np.where(visible, q @ rotate(k).T / np.sqrt(W), -np.inf)
+        p = np.exp(scores - scores.max(1, keepdims=True))
+        out.append(p / p.sum(1, keepdims=True) @ v)
+    return np.concatenate(out, axis=1) @ w["o_proj.weight"].T
+
+
+i, j = np.arange(T)[:, None], np.arange(T)[None, :]
+
+
+def check(mixer, expected, is_causal, **arguments):
+    x = torch.randn(1, T, 20, dtype=torch.float64)
+    want = torch.from_numpy(expected(x[0].numpy(), numpy_weights(mixer)))
+    for backend in ("eager", "sdpa"):
+        # fp32 rotary angles are the only rounding
+        assert_near(run(mixer, x, is_causal, backend, **arguments)[0], want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_standard_is_softmax_attention(is_causal, kv_heads):
+    visible = j <= i if is_causal else j < T
+    mixer = make_mixer("standard", num_key_value_heads=kv_heads)
+    check(mixer, lambda x, w: attention(x, w, visible, kv_heads=kv_heads), is_causal)
+
+
+def test_gqa_with_all_heads_is_standard_and_with_one_is_multi_query():
+    standard = make_mixer("standard", num_key_value_heads=2)
+    gqa = make_mixer("gqa", {"num_key_value_heads": 2})
+    gqa.load_state_dict(standard.state_dict())
+    x = torch.randn(2, T, 20, dtype=torch.float64)
+    assert torch.equal(run(gqa, x), run(standard, x))
+    check(make_mixer("gqa", {"num_key_value_heads": 1}), lambda x, w: attention(x, w, j <= i), True)
+
+
+def test_gqa_groups_default_to_the_config_or_a_quarter_of_the_heads():
+    for heads, config_groups, expected in ((8, 2, 2), (8, 8, 2), (6, 6, 1), (12, 12, 3), (2, 2, 1)):
+        mixer = make_mixer("gqa", num_attention_heads=heads, num_key_value_heads=config_groups, head_dim=4)
+        assert mixer.num_key_value_heads == expected
+
+
+@pytest.mark.parametrize(("w", "s"), [(6, 2), (1, 0), (5, 4), (256, 4), (2, 1)])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_swa_sees_the_sinks_and_the_window(w, s, is_causal):
+    if is_causal:
+        visible = ((j < s) & (j <= i)) | ((i - (w - s) + 1 <= j) & (j <= i))
+    else:
+        visible = (j < s) | (abs(i - j) <= (w - s) // 2)
+    mixer = make_mixer("swa", {"window_size": w, "num_sinks": s})
+    check(mixer, lambda x, weights: attention(x, weights, visible), is_causal)
+
+
+def test_swa_equals_standard_while_everything_is_in_the_window():
+    standard, swa = make_mixer("standard"), make_mixer("swa", {"window_size": T, "num_sinks": 3})
+    swa.load_state_dict(standard.state_dict())
+    x = torch.randn(1, T, 20, dtype=torch.float64)
+    assert_near(run(swa, x), run(standard, x), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_memory_values_are_unrotated_keys_plus_normed_table_rows(is_causal):
+    mixer, ids = make_mixer("memory", num_key_value_heads=2), tokens(1, T)
+
+    def expected(x, w):
+        rows = w["token_memory.weight"][ids[0].numpy()]
+        rows = rows / np.sqrt((rows**2).mean(1, keepdims=True) + 1e-6) * w["memory_norm.weight"]
+        visible = j <= i if is_causal else j < T
+        return attention(x, w, visible, lambda k, g: k + rows[:, g * W : (g + 1) * W], kv_heads=2)
+
+    check(mixer, expected, is_causal, input_ids=ids)
