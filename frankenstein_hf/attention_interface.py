@@ -47,6 +47,7 @@ def mixer_mask(spec: MixerSpec, *, config: Any = None, **arguments: Any) -> Tens
     if spec.name not in VISIBILITY:
         return sdpa_mask(**arguments)
     visible = sdpa_mask(**arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    assert visible is not None
     values = (getattr(config, "mixer_params", None) or {}).get(spec.name, {})
     params: Params = spec.params.from_dict(values, spec.name).resolve(config, frozenset(values))
     first = arguments.get("q_offset", 0) - arguments.get("kv_offset", 0)

@@ -55,7 +55,7 @@ def _raising_value_errors(cls: type) -> type:
         return wrapper
 
     cls.__init__ = translated(cls.__init__)  # type: ignore[misc]
-    cls.__setattr__ = translated(cls.__setattr__)  # type: ignore[method-assign, assignment]
+    cls.__setattr__ = translated(cls.__setattr__)  # type: ignore[method-assign]
     return cls
 
 
@@ -225,7 +225,7 @@ class FrankensteinConfig(PreTrainedConfig):
                 f"layer_pattern has {len(pattern)} entries, {'more than' if longer else 'which does not divide'} "
                 f"num_hidden_layers={self.num_hidden_layers}; give a pattern whose length divides it."
             )
-        for name, params in self.mixer_params.items():
+        for name, params in (self.mixer_params or {}).items():
             spec = MIXERS.get(name)
             spec.params.from_dict(params, name)
             if name not in pattern:
@@ -234,7 +234,8 @@ class FrankensteinConfig(PreTrainedConfig):
     @property
     def mixer_names(self) -> list[str]:
         """The mixer of every layer."""
-        return [self.layer_pattern[i % len(self.layer_pattern)] for i in range(self.num_hidden_layers)]
+        pattern = [self.layer_pattern] if isinstance(self.layer_pattern, str) else self.layer_pattern or []
+        return [pattern[i % len(pattern)] for i in range(self.num_hidden_layers)]
 
     @property
     def layer_types(self) -> list[str]:

@@ -32,7 +32,7 @@ def dense_attention(
     if backend == "sdpa":
         is_causal = context.causal_flag
         return scored_attention(query, key, value, mask, is_causal=is_causal, scale=scale, dropout=dropout), None
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(backend, None)
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention)
     output, weights = function(
         module,
         query,

@@ -141,7 +141,7 @@ class MixerStateLayer(_RealTokens, CacheLayerMixin):
                 + "Call cache.activate_past_recording() before the tokens that may have to be undone."
             )
         # keep the records up to the target, the last of them cut
-        length, kept = start, []
+        length, kept = start, list[_Record]()
         for record in self._history:
             if length >= target and kept:
                 break
@@ -250,12 +250,13 @@ class MixerKVLayer(_RealTokens, DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` tokens (0: nothing to undo)."""
         target = self._target(tokens_to_remove)
-        if target == self.cumulative_length:
+        if target == self.cumulative_length or self.num_real is None:
             return
         removed = self.cumulative_length - target
         real = torch.full_like(self.num_real, removed) if self.keep is None else self.keep[:, target:].sum(1)
         self.num_real = self.num_real - real
         self.keep = None if self.keep is None else self.keep[:, :target]
+        assert self.keys is not None and self.values is not None
         self.keys, self.values = self.keys[:, :, :target], self.values[:, :, :target]
         self.cumulative_length = target
 

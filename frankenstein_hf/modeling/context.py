@@ -137,7 +137,7 @@ class SequenceContext:
 
     def to(self, device: torch.device | str, **kwargs: Any) -> "SequenceContext":
         """A copy with all tensors on `device`; what was derived lazily is derived again there."""
-        moved = {
+        moved: dict[str, Any] = {
             f.name: value.to(device, **kwargs)
             for f in fields(self)
             if isinstance(value := getattr(self, f.name), Tensor)

@@ -17,7 +17,7 @@ from transformers.utils import can_return_tuple, logging
 from ..configuration.component import did_you_mean
 from ..configuration.configuration_frankenstein import FrankensteinConfig
 from ..configuration.registries import MIXERS, NORMS
-from .context import SequenceContext, document_starts, make_context
+from .context import document_starts, make_context
 from .hub_bundle import auto_map, changed_since, read_card, render_card, write_bundle
 from .implementations import implementation
 from .layer import FrankensteinLayer
@@ -68,8 +68,8 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if hasattr(module, "init_parameters"):
-            module.init_parameters()
+        if callable(fill := getattr(module, "init_parameters", None)):
+            fill()
 
     # ------------------------------------------------------------------ backends
 
@@ -98,7 +98,7 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
         with_info = kwargs.pop("output_loading_info", False)
         ignore_sizes = kwargs.pop("ignore_mismatched_sizes", False)
         try:
-            model, info = super().from_pretrained(
+            loaded: Any = super().from_pretrained(
                 pretrained_model_name_or_path,
                 *args,
                 output_loading_info=True,
@@ -110,6 +110,7 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
                 f"A weight file of {str(pretrained_model_name_or_path)!r} is truncated or corrupt ({error}). Download "
                 "or save the checkpoint again."
             ) from error
+        model, info = loaded
         missing = sorted(key for key in info["missing_keys"] if "layers." in key)
         unexpected = sorted(key for key in info["unexpected_keys"] if ".mixer." in key)
         sizes = [] if ignore_sizes else [
@@ -164,7 +165,12 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
             render_card(self, save_directory)
 
     def _upload_modified_files(
-        self, working_dir: str | os.PathLike, repo_id: str, files_timestamps: dict[str, float], *args: Any, **kwargs: Any
+        self,
+        working_dir: str | os.PathLike,
+        repo_id: str,
+        files_timestamps: dict[str, float],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         # transformers has just written a card of its own
         render_card(self, working_dir, repo_id, before=self.__dict__.get("card_before"))
@@ -276,16 +282,7 @@ class FrankensteinModel(FrankensteinPreTrainedModel):
         """
         cache = kwargs.pop("past_key_values", None) if cache is None else cache
         config = self.config
-        needs_ids = any(MIXERS.get(name).needs_input_ids for name in config.mixer_names)
-        if (input_ids is None) == (inputs_embeds is None) and not (needs_ids and input_ids is not None):
-            given = "neither" if input_ids is None else "both"
-            raise ValueError(f"Give exactly one of input_ids and inputs_embeds; got {given}.")
-        given_shape = tuple((input_ids if input_ids is not None else inputs_embeds).shape)
-        if len(given_shape) != (2 if input_ids is not None else 3):
-            raise ValueError(
-                f"input_ids must be [batch, tokens] and inputs_embeds [batch, tokens, {config.hidden_size}]; "
-                f"got {list(given_shape)}."
-            )
+        shape, device = self._check_inputs(input_ids, inputs_embeds, attention_mask)
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         if output_attentions and config._attn_implementation != "eager":
@@ -293,16 +290,35 @@ class FrankensteinModel(FrankensteinPreTrainedModel):
                 "output_attentions needs the weights to be materialised: build the model with "
                 "attn_implementation='eager' or call model.set_attn_implementation('eager')."
             )
-        context, cache = self._context_and_cache(
-            given_shape[:2], input_ids, inputs_embeds, attention_mask, position_ids, cache, use_cache, seq_idx,
-            cu_seq_lens_q, bool(output_attentions), kwargs,
-        )  # fmt: skip
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
-        hidden_states = inputs_embeds
+        if use_cache is None:
+            use_cache = config.use_cache and not self.training
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            if cache is not None:
+                logger.warning_once("A cache cannot be used under gradient checkpointing; it is ignored.")
+            cache, use_cache = None, False
+        kernel_kwargs = {**kwargs, "cu_seq_lens_q": cu_seq_lens_q, "position_ids": position_ids}
+        context = make_context(
+            shape=shape,
+            device=device,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            seq_idx=seq_idx,
+            cu_seq_lens_q=cu_seq_lens_q,
+            look_for_documents=cache is None,
+            **self._past(cache),
+            is_causal=self.is_causal,
+            input_ids=input_ids,
+            backend=config._attn_implementation,
+            rotary_function=self.rotary_emb,
+            output_attentions=bool(output_attentions),
+            kernel_kwargs={key: kernel_kwargs[key] for key in KERNEL_KEYS if kernel_kwargs.get(key) is not None},
+        )
+        if use_cache and cache is None and self.is_causal and context.documents is None:
+            cache = DynamicCache(config=config)
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if not context.all_real:  # whatever stands at a pad, NaN included, must not reach a product
             hidden_states = hidden_states.masked_fill(~context.keep[..., None], 0.0)
-        every_hidden, attentions, aux_losses = [hidden_states], [], []
+        every_hidden, attentions, aux_losses = [hidden_states], list[Tensor | None](), list[Tensor]()
         for layer in self.layers:
             hidden_states, extras = layer(hidden_states, context, cache=cache)
             every_hidden.append(hidden_states)
@@ -313,73 +329,46 @@ class FrankensteinModel(FrankensteinPreTrainedModel):
             last_hidden_state=hidden_states,
             cache=cache,
             hidden_states=(*every_hidden[:-1], hidden_states) if output_hidden_states else None,
-            attentions=tuple(attentions) if output_attentions else None,
-            aux_loss=sum(aux_losses) if aux_losses else None,
+            attentions=tuple(attentions) if output_attentions else None,  # type: ignore[arg-type]
+            aux_loss=torch.stack(aux_losses).sum() if aux_losses else None,
         )
 
-    def _context_and_cache(
-        self,
-        shape: tuple[int, int],
-        input_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        cache: Any,
-        use_cache: bool | None,
-        seq_idx: Tensor | None,
-        cu_seq_lens_q: Tensor | None,
-        output_attentions: bool,
-        kwargs: dict[str, Any],
-    ) -> tuple[SequenceContext, Any]:
-        config = self.config
-        if attention_mask is not None and getattr(attention_mask, "dim", lambda: 0)() == 4:
-            unable = [name for name in dict.fromkeys(config.mixer_names) if not MIXERS.get(name).native_mask]
+    def _check_inputs(
+        self, input_ids: Tensor | None, inputs_embeds: Tensor | None, attention_mask: Any
+    ) -> tuple[tuple[int, int], torch.device]:
+        """(B, T) and the device; raises ValueError for inputs the pattern cannot work with."""
+        names = dict.fromkeys(self.config.mixer_names)
+        given = [x for x in (input_ids, inputs_embeds) if x is not None]
+        both_needed = any(MIXERS.get(name).needs_input_ids for name in names)
+        if not given or (len(given) == 2 and not both_needed):
+            raise ValueError(f"Give exactly one of input_ids and inputs_embeds; got {'both' if given else 'neither'}.")
+        if given[0].dim() != (3 if input_ids is None else 2):
+            raise ValueError(
+                f"input_ids must be [batch, tokens] and inputs_embeds [batch, tokens, {self.config.hidden_size}]; "
+                f"got {list(given[0].shape)}."
+            )
+        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
+            unable = [name for name in names if not MIXERS.get(name).native_mask]
             if unable:
                 raise ValueError(
                     f"A 4-D attention_mask cannot be honoured by {', '.join(unable)}; give a 2-D mask of real tokens, "
                     "or use dense mixers only."
                 )
-        own_cache = cache is not None
-        if own_cache and not self.is_causal:
+        return (given[0].shape[0], given[0].shape[1]), given[0].device
+
+    def _past(self, cache: Any) -> dict[str, Any]:
+        """What `make_context` wants to know of a cache; an empty one gets its layers here."""
+        if cache is None:
+            return {"past_length": 0, "past_num_real": None, "past_keep": None}
+        if not self.is_causal:
             raise ValueError("A bidirectional model has no cache: later tokens change earlier outputs.")
-        checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        if own_cache and checkpointing:
-            logger.warning_once("A cache cannot be used under gradient checkpointing; it is ignored.")
-            cache, own_cache, use_cache = None, False, False
-        if use_cache is None:
-            use_cache = config.use_cache and not self.training
-        layer = None
-        if own_cache:
-            _fill_cache(cache, config)
-            layer = cache.layers[0]
-        context = make_context(
-            shape=shape,
-            device=(input_ids if input_ids is not None else inputs_embeds).device,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            seq_idx=seq_idx,
-            cu_seq_lens_q=cu_seq_lens_q,
-            look_for_documents=not own_cache,
-            past_length=layer.get_seq_length() if layer is not None else 0,
-            past_num_real=layer.num_real if layer is not None else None,
-            past_keep=next((x.keep for x in cache.layers if getattr(x, "keep", None) is not None), None)
-            if own_cache
-            else None,
-            is_causal=self.is_causal,
-            input_ids=input_ids,
-            backend=config._attn_implementation,
-            rotary_function=self.rotary_emb,
-            output_attentions=output_attentions,
-            kernel_kwargs={
-                key: value
-                for key, value in {**kwargs, "cu_seq_lens_q": cu_seq_lens_q, "position_ids": position_ids}.items()
-                if key in KERNEL_KEYS and value is not None
-            },
-        )
-        wanted = use_cache and self.is_causal and not checkpointing and context.documents is None
-        if wanted and cache is None and context.custom_mask is None:
-            cache = DynamicCache(config=config)
-        return context, cache
+        _fill_cache(cache, self.config)
+        masks = (layer.keep for layer in cache.layers if getattr(layer, "keep", None) is not None)
+        return {
+            "past_length": cache.layers[0].get_seq_length(),
+            "past_num_real": cache.layers[0].num_real,
+            "past_keep": next(masks, None),
+        }
 
 
 def _fill_cache(cache: Any, config: Any) -> None:
@@ -388,7 +377,7 @@ def _fill_cache(cache: Any, config: Any) -> None:
         raise ValueError(f"cache must be a transformers Cache such as DynamicCache(config=…), got {type(cache)}.")
     if not cache.layers:
         cache.layers, cache.layer_class_to_replicate = DynamicCache(config=config).layers, None
-    kinds = [layer._layer_type for layer in cache.layers]
+    kinds = [getattr(layer, "_layer_type", None) for layer in cache.layers]
     if kinds != config.layer_types:
         raise ValueError(
             f"The cache was made for other layers ({kinds}) than this model's ({config.layer_types}); build it with "

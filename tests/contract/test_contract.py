@@ -16,7 +16,6 @@ from ..tiny import (
     MODES,
     assert_near,
     relative_rms,
-    tiny_config,
     tiny_model,
     tokens,
 )

@@ -87,9 +87,14 @@ def test_gated_deltanet_equals_transformers_layer():
         b, a = mixer.b_proj.weight, mixer.a_proj.weight
         theirs.in_proj_ba.weight.copy_(torch.stack([b, a], dim=1).reshape(-1, D))
         theirs.conv1d.weight.copy_(mixer.conv.weight[:, None])
-        for mine, other in ((mixer.A_log, theirs.A_log), (mixer.dt_bias, theirs.dt_bias),
-                            (mixer.norm.weight, theirs.norm.weight), (mixer.o_proj.weight, theirs.out_proj.weight)):  # fmt: skip
-            other.copy_(mine)
+        pairs = {
+            "A_log": "A_log",
+            "dt_bias": "dt_bias",
+            "norm.weight": "norm.weight",
+            "o_proj.weight": "out_proj.weight",
+        }
+        for mine, other in pairs.items():
+            theirs.get_parameter(other).copy_(mixer.get_parameter(mine))
         x = torch.randn(2, 70, D, dtype=torch.float64)
         expected = theirs(x)
         for backend in ("eager", "sdpa"):

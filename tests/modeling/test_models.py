@@ -128,9 +128,7 @@ def test_standard_layers_equal_llama():
         config.max_position_embeddings = 16
         torch.manual_seed(0)
         theirs = LlamaForCausalLM(config).eval()
-        ours = tiny_model(
-            ["standard"] * 2, tie_word_embeddings=False, rope_parameters=rope, max_position_embeddings=16
-        )
+        ours = tiny_model(["standard"] * 2, tie_word_embeddings=False, rope_parameters=rope, max_position_embeddings=16)
         ours.load_state_dict(
             {
                 key.replace("self_attn", "mixer").replace("post_attention_layernorm", "post_mixer_layernorm"): value

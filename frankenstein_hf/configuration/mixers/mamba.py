@@ -20,9 +20,7 @@ class MambaParams(Params):
 
     def resolve(self, config: Any, explicit: frozenset[str]) -> Self:
         if self.time_step_min > self.time_step_max:
-            raise ValueError(
-                f"time_step_min={self.time_step_min} must not exceed time_step_max={self.time_step_max}."
-            )
+            raise ValueError(f"time_step_min={self.time_step_min} must not exceed time_step_max={self.time_step_max}.")
         return replace(self, time_step_rank=self.time_step_rank or -(-config.hidden_size // 16))
 
 

@@ -200,7 +200,7 @@ class GatedHeadNorm(nn.Module):
 
     def __init__(self, num_heads: int, head_dim: int, eps: float, centred: bool) -> None:
         super().__init__()
-        self.eps, self.centred = eps, centred
+        self.eps = eps
         self.weight = nn.Parameter(torch.ones(num_heads, head_dim) if centred else torch.ones(head_dim))
         self.bias = nn.Parameter(torch.zeros(num_heads, head_dim)) if centred else None
 
@@ -213,7 +213,7 @@ class GatedHeadNorm(nn.Module):
     def forward(self, readout: Tensor, gate: Tensor | None) -> Tensor:
         """Readout [R, L, H, W], gate [R, L, H·W] or None -> [R, L, H·W] in the dtype of `readout`."""
         x = at_least_fp32(readout)
-        if self.centred:
+        if self.bias is not None:
             x = nn.functional.layer_norm(x, x.shape[-1:], eps=self.eps) * self.weight + self.bias
         else:
             x = nn.functional.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight

@@ -14,13 +14,12 @@ from ..cache import States
 from ..context import Rows
 from ..norms import l2_normalize
 from ..ops.delta_rule import delta_rule
-from ..ops.numerics import at_least_fp32
+from ..ops.numerics import at_least_fp32, full_precision
 from .base import GatedHeadNorm, RecurrentMixer, ShortConvolution, split_heads, zero_beyond
 
 
-def eager_gated_deltanet(
-    q: Tensor, k: Tensor, v: Tensor, log_α: Tensor, β: Tensor, S: Tensor
-) -> tuple[Tensor, Tensor]:
+@full_precision
+def eager_gated_deltanet(q: Tensor, k: Tensor, v: Tensor, log_α: Tensor, β: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
     """S_t = (I − β_t k_t k_tᵀ) α_t S_{t−1} + β_t k_t v_tᵀ,  o_t = K^−½ q_t S_t, token by token.
 
     Args:

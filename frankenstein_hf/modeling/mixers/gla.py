@@ -12,10 +12,11 @@ from torch.nn import functional as F
 from ..cache import States
 from ..context import Rows
 from ..ops.decayed_scan import decayed_scan
-from ..ops.numerics import at_least_fp32
+from ..ops.numerics import at_least_fp32, full_precision
 from .base import GatedHeadNorm, RecurrentMixer, ShortConvolution, split_heads, zero_beyond
 
 
+@full_precision
 def eager_gla(q: Tensor, k: Tensor, v: Tensor, log_α: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
     """S_t = Diag(α_t) S_{t−1} + k_t v_tᵀ,  o_t = K^−½ q_t S_t, token by token.
 
@@ -91,5 +92,3 @@ class GatedLinearAttention(RecurrentMixer):
 
     def finish(self, readout: Tensor, x: Tensor) -> Tensor:
         return self.o_proj(self.norm(readout.to(x.dtype), self.g_proj(x)))
-
-

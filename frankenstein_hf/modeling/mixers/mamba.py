@@ -13,11 +13,12 @@ from transformers import initialization as init
 
 from ..cache import States
 from ..context import Rows
-from ..ops.numerics import at_least_fp32
+from ..ops.numerics import at_least_fp32, full_precision
 from ..ops.selective_scan import selective_scan
 from .base import RecurrentMixer, ShortConvolution, zero_beyond
 
 
+@full_precision
 def eager_mamba(
     x: Tensor, Δ: Tensor, A: Tensor, B: Tensor, C: Tensor, h: Tensor, zoh: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,7 +95,7 @@ class Mamba(RecurrentMixer):
             if state is None:
                 state = delta.new_zeros(x.shape[0], self.inner_size, p.state_size)
             y, own, kept["state"] = eager_mamba(x, delta, A, B, C, state, p.discretization == "zoh")
-            return y - own if exclude_own else y + D * x, kept
+            return y - own if exclude_own else y + self.D * x, kept
         y, kept["state"] = selective_scan(
             x,
             delta,

@@ -16,9 +16,7 @@ from ..positions import apply_rotary
 from .base import RowMixer, last_real, merge_heads, split_heads
 
 
-def eager_swa(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, dropout: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def eager_swa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
     """softmax(q kᵀ / √W) v over the visible keys of [R, G, S, W]; output [R, H, L, W] and weights [R, H, L, S]."""
     return eager_attention(q, k, v, visible, dropout=dropout)
 

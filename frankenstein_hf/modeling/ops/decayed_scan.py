@@ -24,12 +24,12 @@ from torch.autograd.function import once_differentiable
 
 from .numerics import at_least_fp32, decay_exp, flush_tiny
 
-LONGEST_SCALAR_FORGETTING = -100.0  # one step below this forgets everything; a finite floor admits log_decay = -inf
-LONGEST_EXPONENT = 1280.0  # of a vector decay over one chunk; exp(±half of it) is a normal fp64 number
-TILES_PER_SEGMENT = (
-    32  # chunks × batch × heads computed together: enough for batched products, small enough for the cache
-)
-TILES_PER_SEGMENT_GPU = 4096
+SCALAR_FLOOR = -100.0  # a step below this forgets everything; a finite floor admits log_decay = -inf
+LONGEST_VECTOR_CHUNK = 32
+EXPONENT_RANGE = 1280.0  # of a vector decay over one chunk, so −40 a step at C = 32; exp(±640) is a normal fp64 number
+CENTRE = math.exp(-EXPONENT_RANGE / 2)
+TILES_PER_SEGMENT = 32  # chunks × batch × heads at once: enough for batched products, few enough for the cache
+TILES_PER_SEGMENT_GPU = 1024
 SHORTEST_CHUNKED = 4  # below this many tokens the recurrence itself is faster
 
 
@@ -53,12 +53,12 @@ def decayed_scan(
         value: [B, H, T, V].
         log_decay: log a_t ≤ 0. None (nothing is forgotten), [H] (constant, one per head), [B, H, T] (scalar), or a
             vector, [B, H, T, K] or [B, H, T, V] as `decay_axis` says. −inf is allowed and resets. A vector decay is
-            clamped at −1280 / chunk_size (−20 for 64: an absolute error of 2e-9 of the state; −40 in fp64).
+            clamped at −40 (which keeps 4e-18 of the state); steps at the floor receive no gradient.
         decay_axis: "key" (rows of the state decay) or "value" (its columns); only read for vector decays.
         scale: factor of the output.
         initial_state: [B, H, K, V], zeros if None.
         output_final_state: return S_T as well.
-        chunk_size: tokens computed in parallel; vector decays use at most 64 (fp64: 32).
+        chunk_size: tokens computed in parallel; at most 32 are for vector decays.
         sequential: compute token by token (`recurrent_decayed_scan`), which is twice differentiable.
 
     Returns:
@@ -85,9 +85,7 @@ def decayed_scan(
             initial_state=initial_state,
             output_final_state=output_final_state,
         )
-    output, final_state = _DecayedScan.apply(
-        query, key, value, log_decay, initial_state, decay_axis == "value", scale, chunk_size
-    )
+    output, final_state = _DecayedScan.apply(query, key, value, log_decay, initial_state, decay_axis, scale, chunk_size)
     return output, final_state if output_final_state else None
 
 
@@ -104,21 +102,21 @@ def recurrent_decayed_scan(
 ) -> tuple[Tensor, Tensor | None]:
     """`decayed_scan` token by token in differentiable PyTorch; same arguments, shapes, dtypes and errors."""
     _check(query, key, value, log_decay, decay_axis, initial_state)
-    q, k, v = at_least_fp32(query) * scale, at_least_fp32(key), at_least_fp32(value)
+    dtype = at_least_fp32(query).dtype
+    q, k, v = query.to(dtype) * scale, key.to(dtype), value.to(dtype)
     B, H, T, K = q.shape
-    if log_decay is None:
-        log_decay = q.new_zeros(H)
-    a = decay_exp(at_least_fp32(log_decay))
-    if a.ndim == 1:
-        a = a.view(H, 1).expand(B, H, T)
+    log_a = q.new_zeros(H) if log_decay is None else log_decay.to(dtype)
+    if log_a.ndim == 1:
+        log_a = log_a[:, None].expand(B, H, T)
+    a = decay_exp(log_a)
     a = a[..., None, None] if a.ndim == 3 else a[..., :, None] if decay_axis == "key" else a[..., None, :]
-    S = q.new_zeros(B, H, K, v.shape[-1]) if initial_state is None else at_least_fp32(initial_state)
+    S = q.new_zeros(B, H, K, v.shape[-1]) if initial_state is None else initial_state.to(dtype)
     outputs = []
     with _without_autocast(query):
         # unbind, because the backward of an index fills a tensor of length T at every step
         for q_t, k_t, v_t, a_t in zip(q.unbind(2), k.unbind(2), v.unbind(2), a.unbind(2)):
             S = a_t * S + k_t[..., :, None] * v_t[..., None, :]
-            outputs.append((q_t[..., None, :] @ S).squeeze(-2))
+            outputs.append((q_t[..., None, :] @ S)[..., 0, :])
     return torch.stack(outputs, dim=2).to(query.dtype), S if output_final_state else None
 
 
@@ -135,11 +133,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, decay_axis: str, i
     vector = (B, H, T, K if decay_axis == "key" else V)
     if g is not None and g.shape not in ((H,), (B, H, T), vector):
         raise ValueError(
-            f'log_decay must be None, {[H]}, {[B, H, T]} or, for decay_axis="{decay_axis}", {list(vector)}; '
-            f"got {list(g.shape)}"
+            f"log_decay must be None or of shape {[H]}, {[B, H, T]} or {list(vector)} "
+            f'(decay_axis="{decay_axis}"); got {list(g.shape)}'
         )
     if initial_state is not None and initial_state.shape != (B, H, K, V):
-        raise ValueError(f"initial_state must be {[B, H, K, V]}, got {list(initial_state.shape)}")
+        raise ValueError(f"initial_state must be [B, H, K, V] = {[B, H, K, V]}; got {list(initial_state.shape)}")
 
 
 def _without_autocast(x: Tensor) -> AbstractContextManager:
@@ -152,43 +150,33 @@ def _without_autocast(x: Tensor) -> AbstractContextManager:
 
 class _DecayedScan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, log_decay, initial_state, by_value, scale, chunk_size):
+    def forward(ctx, query, key, value, log_decay, initial_state, decay_axis, scale, chunk_size):
         B, H, T, K = query.shape
         V = value.shape[-1]
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        vector = log_decay is not None and log_decay.ndim == 4
-        if vector:
-            chunk_size = min(chunk_size, 32 if dtype == torch.float64 else 64)
+        dtype = at_least_fp32(query).dtype
+        kind = decay_axis if log_decay is not None and log_decay.ndim == 4 else "scalar"
+        C = chunk_size if kind == "scalar" else min(chunk_size, LONGEST_VECTOR_CHUNK)
         tiles = TILES_PER_SEGMENT if query.device.type == "cpu" else TILES_PER_SEGMENT_GPU
-        segments = _segments(T, chunk_size, max(1, tiles // (B * H)))
-        by_value = vector and by_value
-        if initial_state is None:
-            S = torch.zeros(B * H, K, V, dtype=dtype, device=query.device)
-        else:
-            S = initial_state.to(dtype).reshape(B * H, K, V)
-        S = S.mT.contiguous() if by_value else S
+        segments = _segments(T, C, max(1, tiles // (B * H)))
+        core = {"scalar": _scalar_forward, "key": _key_forward, "value": _value_forward}[kind]
+        zeros = torch.zeros(B, H, K, V, dtype=dtype, device=query.device)
+        S = _inner_state(zeros if initial_state is None else initial_state.to(dtype), kind)
 
-        output = torch.empty(B, H, T, V, dtype=query.dtype, device=query.device)
+        output = torch.empty_like(value, dtype=query.dtype)  # value's strides: callers transpose back for free
         starts = S.new_empty(len(segments), *S.shape)
         with _without_autocast(query):
             for n, segment in enumerate(segments):
                 starts[n] = S
-                if not vector:
-                    q, k, v = (_load(x, segment, dtype) for x in (query, key, value))
-                    o, S = _scalar_forward(q, k, v, _load_scalar(log_decay, segment, B, H, q), S)
-                elif by_value:
-                    q, k = (_load(x, segment, dtype) for x in (query, key))
-                    v, g = (_load(x, segment, torch.float64) for x in (value, log_decay))
-                    o, S = _value_forward(q, k, v, g, S)
-                else:
-                    q, k, g = (_load(x, segment, torch.float64) for x in (query, key, log_decay))
-                    o, S = _key_forward(q, k, _load(value, segment, dtype), g, S)
+                q, k = (_load(x, segment, torch.float64 if kind == "key" else dtype) for x in (query, key))
+                v = _load(value, segment, torch.float64 if kind == "value" else dtype)
+                o, S = core(q, k, v, _load_decay(log_decay, segment, q), S)
                 _store(output, segment, o.mul_(scale))
         ctx.save_for_backward(query, key, value, log_decay, starts)
         ctx.set_materialize_grads(False)
-        ctx.segments, ctx.scale, ctx.vector, ctx.by_value = segments, scale, vector, by_value
+        ctx.segments, ctx.scale, ctx.kind = segments, scale, kind
         ctx.state_dtype = None if initial_state is None else initial_state.dtype
-        return output, (S.mT.contiguous() if by_value else S).view(B, H, K, V)
+        # a copy, as autograd forbids in-place changes of an output that is a view
+        return output, (S.mT if kind == "value" else S).reshape(B, H, K, V).clone()
 
     @staticmethod
     @once_differentiable
@@ -196,43 +184,44 @@ class _DecayedScan(torch.autograd.Function):
         query, key, value, log_decay, starts = ctx.saved_tensors
         B, H, _, K = query.shape
         V = value.shape[-1]
-        dtype = starts.dtype
-        if d_output is None:
-            d_output = torch.zeros_like(value)
-        if d_final_state is None:
-            dS = torch.zeros_like(starts[0])
-        else:
-            dS = d_final_state.to(dtype).reshape(B * H, K, V)
-            dS = dS.mT.contiguous() if ctx.by_value else dS
+        dtype, kind = starts.dtype, ctx.kind
+        d_output = torch.zeros_like(value) if d_output is None else d_output
+        dS = torch.zeros_like(starts[0]) if d_final_state is None else _inner_state(d_final_state, kind)
         d_query, d_key, d_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         with_decay = ctx.needs_input_grad[3]
-        d_decay = torch.zeros_like(log_decay) if with_decay else None
+        d_decay = at_least_fp32(torch.zeros_like(log_decay)) if with_decay else None
 
         with _without_autocast(query):
             for n in reversed(range(len(ctx.segments))):
                 segment, S = ctx.segments[n], starts[n]
-                if not ctx.vector:
-                    q, k, v, do = (_load(x, segment, dtype) for x in (query, key, value, d_output))
-                    g = _load_scalar(log_decay, segment, B, H, q)
-                    dq, dk, dv, dg, dS = _scalar_backward(q, k, v, g, S, do * ctx.scale, dS, with_decay)
-                elif ctx.by_value:
-                    q, k = (_load(x, segment, dtype) for x in (query, key))
-                    v, do, g = (_load(x, segment, torch.float64) for x in (value, d_output, log_decay))
-                    _, dv, dq, dk, dg, dS = _vector_backward(do * ctx.scale, v, q, k, g, S, dS)
+                q, k = (_load(x, segment, torch.float64 if kind == "key" else dtype) for x in (query, key))
+                v, do = (_load(x, segment, torch.float64 if kind == "value" else dtype) for x in (value, d_output))
+                g, do = _load_decay(log_decay, segment, q), do * ctx.scale
+                if kind == "scalar":
+                    dq, dk, dv, dg, dS = _scalar_backward(q, k, v, g, S, do, dS, with_decay)
+                elif kind == "key":
+                    dq, dk, _, dv, dg, dS = _vector_backward(q, k, do, v, g, S, dS)
                 else:
-                    q, k, g = (_load(x, segment, torch.float64) for x in (query, key, log_decay))
-                    v, do = (_load(x, segment, dtype) for x in (value, d_output))
-                    dq, dk, _, dv, dg, dS = _vector_backward(q, k, do * ctx.scale, v, g, S, dS)
+                    _, dv, dq, dk, dg, dS = _vector_backward(do, v, q, k, g, S, dS)
                 for whole, part in ((d_query, dq), (d_key, dk), (d_value, dv)):
                     _store(whole, segment, part)
-                if with_decay and log_decay.ndim == 1:
-                    d_decay += dg.sum((0, 2)).view(B, H).sum(0)
-                elif with_decay:
-                    _store(d_decay, segment, dg)
+                if d_decay is not None and dg is not None:
+                    if d_decay.ndim == 1:
+                        d_decay += dg.sum((0, 2)).view(B, H).sum(0)
+                    else:
+                        _store(d_decay, segment, dg)
         d_initial_state = None
         if ctx.needs_input_grad[4]:
-            d_initial_state = (dS.mT if ctx.by_value else dS).reshape(B, H, K, V).to(ctx.state_dtype)
+            d_initial_state = (dS.mT if kind == "value" else dS).reshape(B, H, K, V).to(ctx.state_dtype)
+        if d_decay is not None:
+            d_decay = d_decay.to(log_decay.dtype)
         return d_query, d_key, d_value, d_decay, d_initial_state, None, None, None
+
+
+def _inner_state(S: Tensor, kind: str) -> Tensor:
+    """[B, H, K, V] -> [B·H, K, V], or [B·H, V, K] for kind "value": the decaying axis comes first."""
+    S = S.flatten(0, 1)
+    return S.mT.contiguous() if kind == "value" else S
 
 
 Segment = tuple[int, int, int]  # first token, token after the last, chunk length
@@ -251,20 +240,19 @@ def _view(x: Tensor, segment: Segment) -> Tensor:
 
 
 def _load(x: Tensor, segment: Segment, dtype: torch.dtype) -> Tensor:
-    chunks = _view(x, segment).to(dtype, memory_format=torch.contiguous_format).contiguous()
-    return chunks.flatten(1, 2)
+    return _view(x, segment).to(dtype, memory_format=torch.contiguous_format).contiguous().flatten(1, 2)
 
 
 def _store(whole: Tensor, segment: Segment, chunks: Tensor) -> None:
     _view(whole, segment).copy_(chunks.unflatten(1, whole.shape[:2]))
 
 
-def _load_scalar(log_decay: Tensor | None, segment: Segment, B: int, H: int, like: Tensor) -> Tensor:
-    """[N, B·H, C] for a scalar decay, [1, B·H, C] for a constant one, fp64."""
+def _load_decay(log_decay: Tensor | None, segment: Segment, q: Tensor) -> Tensor:
+    """[N, B·H, C, …] in fp64; [1, B·H, C] for a constant decay."""
     if log_decay is None:
-        return torch.zeros(1, B * H, segment[2], dtype=torch.float64, device=like.device)
+        return torch.zeros(1, q.shape[1], segment[2], dtype=torch.float64, device=q.device)
     if log_decay.ndim == 1:
-        return log_decay.double().repeat(B)[None, :, None].expand(1, B * H, segment[2])
+        return log_decay.double().repeat(q.shape[1] // len(log_decay))[None, :, None].expand(-1, -1, segment[2])
     return _load(log_decay, segment, torch.float64)
 
 
@@ -292,7 +280,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: float = 1.0) -> Tens
 def _scalar_factors(g: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """exp(G_t − G_i) for i ≤ t [N, B·H, C, C], exp(G_t), exp(G_C − G_t) [N, B·H, C, 1], exp(G_C) [N, B·H, 1, 1]."""
     # fp64: after a burst of strong decays G is large, and small differences of it must still be exact
-    G = g.clamp_min(LONGEST_SCALAR_FORGETTING).cumsum(-1)[..., None]
+    G = g.clamp_min(SCALAR_FLOOR).cumsum(-1)[..., None]
     end = G[..., -1:, :]
     between = decay_exp((G - G.mT).to(dtype).tril_()).tril_()  # first, as exp is slow where it overflows
     return between, decay_exp(G.to(dtype)), decay_exp((end - G).to(dtype)), decay_exp(end.to(dtype))
@@ -330,7 +318,7 @@ def _scalar_backward(
         from_s = pairs.new_ones(g.shape[-1], g.shape[-1]).triu_()
         dg = (from_s @ pairs).tril_(-1).sum(-1) + (from_s @ reads[..., None])[..., 0]
         dg += (writes[..., None, :] @ from_s.triu(1))[..., 0, :] + kept
-        dg = dg.masked_fill(g < LONGEST_SCALAR_FORGETTING, 0.0)
+        dg = dg.masked_fill(g < SCALAR_FLOOR, 0.0)
     dA = dP.mul_(between)
     return _add_product(dq, dA, k), _add_product(dk, dA.mT, q), dv, dg, dS
 
@@ -342,38 +330,34 @@ def _scalar_backward(
 # with (x, y, u, w) = (q, k, do, v) if the decay is along the keys and (do, v, q, k) if it is along the values. It is
 # symmetric: an output is the gradient of the loss with respect to `do`, so one set of formulas serves both axes.
 #
-# exp(−G) overflows fp32, so x, y, X and Y are fp64. X and Y carry the constant factors exp(±LONGEST_EXPONENT / 2), which
+# exp(−G) overflows fp32, so x, y, X and Y are fp64. X and Y carry the constant factors exp(±EXPONENT_RANGE / 2), which
 # keep them in fp64's range at any decay without looking at later tokens. What X·Y gives above the diagonal may be
 # infinite; `tril` selects, it does not multiply.
 
-CENTRE = math.exp(-LONGEST_EXPONENT / 2)
 
-
-def _vector_factors(g: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(G) / CENTRE [N, B·H, C, …], and its last row."""
-    G = g.clamp_min(-LONGEST_EXPONENT / g.shape[-2]).cumsum(-2)
-    E = G.add_(LONGEST_EXPONENT / 2).exp_()
-    return E, E[..., -1:, :]
+def _vector_factors(g: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(G) / CENTRE [N, B·H, C, …] and its last row, both fp64, and the decay of a whole chunk [N, B·H, …, 1]."""
+    G = g.clamp_min(-EXPONENT_RANGE / g.shape[-2]).cumsum(-2)
+    E = G.add_(EXPONENT_RANGE / 2).exp_()
+    end = E[..., -1:, :]
+    return E, end, flush_tiny(end * CENTRE).to(dtype).mT
 
 
 def _key_forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
-    E, end = _vector_factors(g)
+    E, end, whole = _vector_factors(g, v.dtype)
     X, Y = q * E, k / E
     P = flush_tiny(X @ Y.mT).to(v.dtype).tril_()
-    whole = flush_tiny(end * CENTRE).to(v.dtype).mT
     states = _run(whole, flush_tiny(Y.mul_(end)).to(v.dtype).mT @ v, S)
     Xg = flush_tiny(X.mul_(CENTRE)).to(v.dtype)
     return _add_product(Xg @ states[:-1], P, v), states[-1]
 
 
 def _value_forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
-    E, end = _vector_factors(g)
+    E, end, whole = _vector_factors(g, q.dtype)
     Y = v / E
-    whole = flush_tiny(end * CENTRE).to(q.dtype).mT
-    states = _run(whole, flush_tiny(Y * end).to(q.dtype).mT @ k, S)
     R = (q @ k.mT).tril_().double()
-    o = _add_product((q @ states[:-1].mT).double(), R, Y, beta=CENTRE).mul_(E)
-    return o, states[-1]
+    states = _run(whole, flush_tiny(Y * end).to(q.dtype).mT @ k, S)
+    return _add_product((q @ states[:-1].mT).double(), R, Y, beta=CENTRE).mul_(E), states[-1]
 
 
 def _vector_backward(
@@ -381,10 +365,9 @@ def _vector_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, y, u, w, g and of the state before the chunks; S and dS are [B·H, width of x, width of u]."""
     dtype = u.dtype
-    E, end = _vector_factors(g)
+    E, end, whole = _vector_factors(g, dtype)
     X, Y = x * E, y / E
     Xg, Yd = flush_tiny(X * CENTRE).to(dtype), flush_tiny(Y * end).to(dtype)
-    whole = flush_tiny(end * CENTRE).to(dtype).mT
     S = _run(whole, Yd.mT @ w, S)[:-1]
     dS = _run(whole, Xg.mT @ u, dS, reverse=True)
     dS, dS_end = dS[0], dS[1:]
@@ -399,6 +382,6 @@ def _vector_backward(
     # token t raises G_t as a reader and lowers it as a writer; in fp64, as under strong decay nearly all of it cancels
     dG = torch.addcmul(x * dx, y, dy, value=-1)
     dG[..., -1, :] += kept
-    dg = torch.ones(dG.shape[-2], dG.shape[-2], dtype=dG.dtype, device=dG.device).triu_() @ dG
-    dg.masked_fill_(g < -LONGEST_EXPONENT / g.shape[-2], 0.0)
+    dg = dG.new_ones(g.shape[-2], g.shape[-2]).triu_() @ dG  # the sum over t ≥ s
+    dg.masked_fill_(g < -EXPONENT_RANGE / g.shape[-2], 0.0)
     return dx, dy, du, dw, dg, dS

@@ -27,9 +27,10 @@ from .numerics import LOG_TINY, at_least_fp32, decay_exp, flush_tiny, split_chun
 
 SEGMENT_ROWS = 2048  # tokens times heads of a segment: its tensors stay in cache, its operations stay large
 SHORT = 4  # up to here the token loop is cheaper than setting up chunks
-# Per-key decay: within a block, scores are formed as (x·exp G)(k·exp −G) in fp64, which holds exponents up to 708.
-# The reference is the block's start: one that depends on later tokens would make earlier outputs depend on them.
-PER_KEY_BLOCK = 16
+CPU_CHUNK = 32  # smaller products are as efficient on a CPU, and work inside chunks grows with C
+# Per-key decay: within a chunk, scores are formed as (x·exp G)(k·exp −G) in fp64, which holds exponents up to 708.
+# The reference is the chunk's start: one that depends on later tokens would make earlier outputs depend on them.
+PER_KEY_CHUNK = 16
 PER_KEY_MIN_LOG_DECAY = -40.0  # 16 · 40 < 708; what exp(-40) leaves is beyond fp64 rounding
 
 
@@ -85,7 +86,7 @@ def delta_rule(
         log_decay (g): ≤ 0, [B, H, T] (one per head), [B, H, T, K] (one per key channel) or None (no decay).
             Per key channel, values below -40 count as -40 in the chunked form.
         initial_state: [B, H, K, V] or None (zeros).
-        chunk_size: tokens a chunk; a per-key decay uses at most 16.
+        chunk_size: tokens a chunk at most; on a CPU 32 are the limit, with a decay per key channel 16.
         sequential: use `recurrent_delta_rule`, which is twice differentiable; short inputs use it anyway.
 
     Returns:
@@ -108,7 +109,9 @@ def delta_rule(
         if log_decay is None:
             log_decay = key.new_zeros(1, 1, 1).expand(B, H, T)
         if log_decay.dim() == 4:
-            chunk_size = min(chunk_size, PER_KEY_BLOCK)
+            chunk_size = min(chunk_size, PER_KEY_CHUNK)
+        elif query.device.type == "cpu":
+            chunk_size = min(chunk_size, CPU_CHUNK)
         if initial_state is None:
             initial_state = at_least_fp32(key.new_zeros(1)).expand(B, H, K, write.shape[-1])
         output, state = _ChunkDeltaRule.apply(
@@ -255,11 +258,11 @@ class _ChunkDeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         *inputs, S, scale, C = args
-        (B, H, T, _), V = inputs[1].shape, inputs[3].shape[-1]
+        (B, H, T, K), V = inputs[1].shape, inputs[3].shape[-1]
         dtype = torch.float32
         for x in (*inputs, S):
             dtype = torch.promote_types(dtype, x.dtype)
-        S = S.to(dtype).reshape(B * H, -1, V)
+        S = S.to(dtype).reshape(B * H, K, V)
         output = _Chunked((B, H, T, V), inputs[0].dtype, S.device, C)
         starts = []
         for part in _segments(B * H, T, C):
@@ -272,13 +275,13 @@ class _ChunkDeltaRule(torch.autograd.Function):
         ctx.save_for_backward(*inputs, torch.stack(starts))
         ctx.scale, ctx.C = scale, C
         ctx.set_materialize_grads(False)
-        return output.result(), S.view(B, H, -1, V)
+        return output.result(), S.view(B, H, K, V)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, starts = ctx.saved_tensors
-        (B, H, T, _), V, C = inputs[1].shape, starts.shape[-1], ctx.C
+        (B, H, T, K), V, C = inputs[1].shape, starts.shape[-1], ctx.C
         d_output, d_final = grad_outputs
         if d_output is None:
             d_output = starts.new_zeros(1).expand(B, H, T, V)
@@ -292,7 +295,7 @@ class _ChunkDeltaRule(torch.autograd.Function):
                 *chunks, dS = _segment_backward(seg, states, u, g, do * ctx.scale, dS)
                 for grad, x in zip(grads, chunks):
                     grad.store(part, x)
-        return *(grad.result() for grad in grads), dS.view(B, H, -1, V), None, None
+        return *(grad.result() for grad in grads), dS.view(B, H, K, V), None, None
 
 
 def _segments(BH: int, T: int, C: int) -> list[slice]:

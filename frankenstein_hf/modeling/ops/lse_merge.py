@@ -46,9 +46,9 @@ def merge_partial_softmax(outputs: Sequence[Tensor], log_sum_exps: Sequence[Tens
     total = torch.stack(masses).sum(0)
     saw_nothing = total == 0
     safe_total = total.masked_fill(saw_nothing, 1)  # keeps 0/0 and log(0) out of the backward pass too
-    merged: Tensor | float = 0.0
+    merged = torch.zeros_like(at_least_fp32(outputs[0]))
     for output, lse, mass in zip(outputs, lses, masses):
         seen = at_least_fp32(output).masked_fill((lse == -torch.inf)[..., None], 0)
         merged = merged + (mass / safe_total)[..., None] * seen
     lse = (reference + safe_total.log()).masked_fill(saw_nothing, -torch.inf)
-    return torch.as_tensor(merged).to(outputs[0].dtype), lse
+    return merged.to(outputs[0].dtype), lse

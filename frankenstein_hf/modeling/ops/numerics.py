@@ -4,6 +4,10 @@ Ordinary gates push products of decays into the 1e-38 … 1e-45 band, where matr
 CPU. Nothing that small can matter beside fp32 rounding, so the helpers here return exact zeros instead.
 """
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -15,6 +19,23 @@ LOG_TINY = -61.0  # exp(-61) < TINY; clamping before exp() also avoids the slow 
 def at_least_fp32(x: Tensor) -> Tensor:
     """`x` in fp32 if it was half precision, unchanged otherwise (fp64 stays fp64)."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def full_precision(function: Function) -> Function:
+    """Decorator: run `function` with autocast off, so that its products keep the precision of their operands."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        device = next(x.device.type for x in args if isinstance(x, Tensor))
+        if not torch.is_autocast_enabled(device):
+            return function(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return function(*args, **kwargs)
+
+    return cast(Function, run)
 
 
 def decay_exp(log_decay: Tensor) -> Tensor:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .numerics import LOG_TINY, TINY, decay_exp, flush_tiny
+from .numerics import LOG_TINY, TINY, decay_exp, flush_tiny, full_precision
 
 
+@full_precision
 def selective_scan(
     x: Tensor,
     delta: Tensor,
@@ -60,15 +61,14 @@ def selective_scan(
     else:
         h = initial_state.to(dtype)
     zoh = discretization == "zoh"
-    with torch.autocast(x.device.type, enabled=False):
-        if sequential:
-            y, h = _sequential_scan(wide_x, delta, A, B, C, h, zoh, exclude_own)
-        else:
-            time_first = [tensor.transpose(0, 1).contiguous() for tensor in (wide_x, delta, B, C)]
-            y, h = _SelectiveScan.apply(*time_first, A.t().contiguous(), h.mT.contiguous(), zoh, exclude_own)
-            y, h = y.transpose(0, 1), h.mT
-        if D is not None:
-            y = y + D.to(dtype) * wide_x
+    if sequential:
+        y, h = _sequential_scan(wide_x, delta, A, B, C, h, zoh, exclude_own)
+    else:
+        time_first = [tensor.transpose(0, 1).contiguous() for tensor in (wide_x, delta, B, C)]
+        y, h = _SelectiveScan.apply(*time_first, A.t().contiguous(), h.mT.contiguous(), zoh, exclude_own)
+        y, h = y.transpose(0, 1), h.mT
+    if D is not None:
+        y = y + D.to(dtype) * wide_x
     return y.to(x.dtype), h.contiguous() if output_final_state else None
 
 
@@ -98,7 +98,7 @@ class _SelectiveScan(torch.autograd.Function):
         for index, start in enumerate(starts):
             span = slice(index * segment.size, min((index + 1) * segment.size, T))
             start.copy_(h)
-            h = segment.run(span, h)
+            h = flush_tiny(segment.run(span, h))
             read = segment.kept() if exclude_own else segment.states[1 : segment.n + 1]
             torch.bmm(C[span].view(-1, 1, N), read.view(-1, N, E), out=y[span].view(-1, 1, E))
         ctx.save_for_backward(x, delta, B, C, A, starts)
@@ -107,6 +107,7 @@ class _SelectiveScan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @full_precision
     def backward(ctx: Any, dy: Tensor, dh: Tensor) -> tuple[Tensor | None, ...]:
         x, delta, B, C, A, starts = ctx.saved_tensors
         (T, _, E), N = x.shape, A.shape[0]
@@ -132,22 +133,22 @@ class _SelectiveScan(torch.autograd.Function):
             dwrite = torch.cat([decay[1:] * G[1:], dh[None]]) if ctx.exclude_own else G
             dh = flush_tiny(segment.decay_steps[0] * g)
 
-            dlog_decay: Tensor | float = 0.0
+            dz_by_write = None
             if ctx.zoh:  # write = B x w, w = (exp(z) - 1) / A, z = Δ A
                 w = segment.write_factor[:n]
                 dw_over_A = dwrite * B_NE * x_NE / A
                 dA -= (dw_over_A * w).sum((0, 1))
-                dlog_decay = dw_over_A * decay
+                dz_by_write = dw_over_A * decay
                 dwrite = dwrite * w
             kept = segment.kept()  # over the decays
             if ctx.exclude_own:
                 read = kept
             torch.sum(torch.mul(read, dy_NE, out=segment.states[1 : n + 1]), dim=-1, out=dC[span])
-            dlog_decay = kept.mul_(G).add_(dlog_decay)
+            dz = kept.mul_(G) if dz_by_write is None else torch.addcmul(dz_by_write, kept, G, out=kept)
             torch.bmm(B[span].view(-1, 1, N), dwrite.view(-1, N, E), out=dx[span].view(-1, 1, E))
             torch.sum(dwrite.mul_(x_NE if ctx.zoh else x_NE * delta_NE), dim=-1, out=dB[span])
-            dA += torch.mul(dlog_decay, delta_NE, out=dwrite).sum((0, 1))
-            torch.sum(dlog_decay.mul_(A), dim=2, out=ddelta[span])
+            dA += torch.mul(dz, delta_NE, out=dwrite).sum((0, 1))
+            torch.sum(dz.mul_(A), dim=2, out=ddelta[span])
         if not ctx.zoh:  # write = B (x Δ); so far dx is the gradient of the bracket
             ddelta.addcmul_(dx, x)
             dx.mul_(delta)
@@ -160,15 +161,16 @@ class _Segment:
     def __init__(self, x: Tensor, delta: Tensor, B: Tensor, A: Tensor, zoh: bool) -> None:
         T, batch, _ = x.shape
         step = (batch, *A.shape)
-        # Buffers of 2^17 numbers fit into L2; fewer than 16 steps would make the saved states outweigh the activations.
-        self.size = min(T, max(16, min(64, 2**17 // (batch * A.numel()))))
+        # Buffers of 1 MB stay in cache and are large enough to hide the cost of launching an operation; with fewer than
+        # 16 steps the saved states would outweigh the activations.
+        self.size = min(T, max(16, min(64, 2**18 // (batch * A.numel()))))
         self.x, self.delta, self.B, self.A = x, delta, B, A
         self.decay = x.new_empty(self.size, *step)
         self.states = x.new_empty(self.size + 1, *step)  # h before the segment, then after each of its steps
         self.write_factor = torch.empty_like(self.decay) if zoh else x.new_empty(0)
         self.decay_steps, self.state_steps = self.decay.unbind(0), self.states.unbind(0)
         self.zoh = zoh
-        # Ordinary gates never underflow, which one look decides. Nothing that `decay_exp` would change passes as ordinary
+        # Ordinary gates never underflow, which one look decides. Nothing `decay_exp` would change passes as ordinary
         # (exp(-59) > TINY), so a later token's step size cannot alter earlier outputs through this switch.
         self.may_underflow = bool(delta.amax() * A.amin() < -59.0)
         self.n = 0
@@ -192,7 +194,7 @@ class _Segment:
         h = self.state_steps[0]
         for decay_t, state_t in zip(self.decay_steps[:n], self.state_steps[1:]):
             h = state_t.addcmul_(decay_t, h)
-        return flush_tiny(h)
+        return h
 
     def kept(self) -> Tensor:
         """exp(Δ_t A) h_{t-1} of every step, written over the decays."""

@@ -1,0 +1,368 @@
+"""Measure mixers and their cores: time, growth with length, memory, decoding — as ratios from one run.
+
+    python scripts/benchmark_mixers.py                                  # everything the README quotes
+    python scripts/benchmark_mixers.py --suites mixers --mixers gla swa --lengths 512 2048
+
+Times are process CPU seconds of forward + backward on one thread in fp32, the median of interleaved runs: every round
+runs each case once, so that a busy machine slows all of them alike. Only ratios within one run mean anything. Memory is
+the peak above what the process held before, in a forked child.
+"""
+
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import (
+    DynamicCache,
+    HfArgumentParser,
+    MambaConfig,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+)
+from transformers.models.mamba.modeling_mamba import MambaMixer
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+import frankenstein_hf as fhf
+from frankenstein_hf.configuration.registries import MIXERS
+from frankenstein_hf.modeling.context import make_context
+from frankenstein_hf.modeling.implementations import implementation
+from frankenstein_hf.modeling.ops.decayed_scan import decayed_scan
+from frankenstein_hf.modeling.ops.delta_rule import delta_rule
+from frankenstein_hf.modeling.ops.scored_attention import eager_attention
+from frankenstein_hf.modeling.ops.window_attention import window_attention
+from frankenstein_hf.modeling.positions import RotaryEmbedding
+
+B, H, W, D = 1, 4, 64, 256  # batch, heads, head width, model width
+Step = Callable[[], Any]
+
+
+@dataclass
+class Arguments:
+    """What to measure."""
+
+    suites: list[str] = field(
+        default_factory=lambda: ["cores", "memory", "mamba", "encoder", "decode", "mixers", "import"],
+        metadata={"help": "any of: cores memory mamba encoder decode mixers import"},
+    )
+    mixers: list[str] = field(default_factory=fhf.list_mixers, metadata={"help": "mixers of the suites mixers, decode"})
+    lengths: list[int] = field(default_factory=lambda: [2048, 8192], metadata={"help": "lengths of cores and mixers"})
+    gates: list[float] = field(default_factory=lambda: [-0.05, -2.0], metadata={"help": "log-decays of the cores"})
+    rounds: int = field(default=3, metadata={"help": "interleaved runs of every case"})
+    threads: int = field(default=1, metadata={"help": "PyTorch threads"})
+    json: str | None = field(default=None, metadata={"help": "where to write the results"})
+
+
+# ---------------------------------------------------------------------- measuring
+
+
+def interleaved(cases: dict[str, Step], rounds: int, warm_up: bool = True) -> dict[str, float]:
+    """Median process CPU seconds of every case; each round runs all of them once."""
+    if warm_up:
+        for step in cases.values():
+            step()
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(rounds):
+        for name, step in cases.items():
+            gc.collect()
+            start = time.process_time()
+            step()
+            seconds[name].append(time.process_time() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def peak_bytes(step: Step) -> int:
+    """Peak resident memory of `step` above what the process held before it, measured in a forked child."""
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
+
+        def resident(key: str) -> int:
+            line = next(row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(key))
+            return int(line.split()[1]) * 1024
+
+        before = resident("VmRSS")
+        step()
+        os.write(write, str(resident("VmHWM") - before).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        result = pipe.read()
+    os.waitpid(child, 0)
+    return int(result)
+
+
+def train_step(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Step:
+    """Forward and backward of `function(*inputs).sum()`."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+
+    def step() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        function(*leaves).sum().backward()
+
+    return step
+
+
+def heads(T: int) -> torch.Tensor:
+    """Random [B, H, T, W]."""
+    return torch.randn(B, H, T, W)
+
+
+# ---------------------------------------------------------------------- suites
+
+
+def core_cases(T: int, gate: float) -> dict[str, Step]:
+    """The recurrent and windowed cores beside causal SDPA, gates around `gate` a step."""
+    q, k, v = heads(T), F.normalize(heads(T), dim=-1), heads(T)
+    scalar = gate * torch.rand(B, H, T).mul(1.0).add(0.5)
+    per_key = gate * torch.rand(B, H, T, W).add(0.5)
+    beta = torch.rand(B, H, T)
+
+    def ours(q, k, v, g, beta):
+        beta = beta[..., None]
+        return delta_rule(q, k, beta * k, beta * v, g, scale=W**-0.5)[0]
+
+    def theirs(q, k, v, g, beta):
+        return torch_chunk_gated_delta_rule(*(x.transpose(1, 2) for x in (q, k, v)), g.mT, beta.mT)[0]
+
+    return {
+        "standard (causal sdpa)": train_step(lambda *x: F.scaled_dot_product_attention(*x, is_causal=True), q, k, v),
+        "gated_deltanet": train_step(ours, q, k, v, scalar, beta),
+        "transformers' gated delta rule": train_step(theirs, q, k, v, scalar, beta),
+        "gla": train_step(lambda q, k, v, g: decayed_scan(q, k, v, g)[0], q, k, v, per_key),
+        "swa (256, 4 sinks)": train_step(
+            lambda q, k, v: window_attention(q, k, v, left=251, right=0, num_sinks=4), q, k, v
+        ),
+    }
+
+
+def cores(arguments: Arguments) -> dict[str, Any]:
+    """Time in units of causal SDPA, and growth from the shortest to the longest length."""
+    results: dict[str, Any] = {}
+    for gate in arguments.gates:
+        seconds = {T: interleaved(core_cases(T, gate), arguments.rounds) for T in arguments.lengths}
+        first, last = min(seconds), max(seconds)
+        for name in seconds[last]:
+            row = {f"/ sdpa at {T}": seconds[T][name] / seconds[T]["standard (causal sdpa)"] for T in seconds}
+            row[f"growth {first} to {last}"] = seconds[last][name] / seconds[first][name]
+            row["speed-up over transformers"] = (
+                seconds[last]["transformers' gated delta rule"] / seconds[last][name]
+                if name == "gated_deltanet"
+                else None
+            )
+            results[f"{name}, gate {gate}"] = row
+    return results
+
+
+def memory(arguments: Arguments) -> dict[str, Any]:
+    """Peak memory in MB and in units of eager attention, and its growth."""
+    peaks: dict[str, dict[int, int]] = {}
+    for T in arguments.lengths:
+        q, k, v = heads(T), heads(T), heads(T)
+        eager = train_step(lambda q, k, v: eager_attention(q, k, v, is_causal=True)[0], q, k, v)
+        for name, step in {**core_cases(T, arguments.gates[0]), "eager attention": eager}.items():
+            peaks.setdefault(name, {})[T] = peak_bytes(step)
+    first, last = min(arguments.lengths), max(arguments.lengths)
+    return {
+        name: {
+            f"MB at {last}": peak[last] / 2**20,
+            "/ eager attention": peak[last] / peaks["eager attention"][last],
+            f"growth {first} to {last}": peak[last] / max(peak[first], 1),
+        }
+        for name, peak in peaks.items()
+    }
+
+
+def make_mixer(name: str, is_causal: bool = True) -> Callable[..., torch.Tensor]:
+    """A mixer of width 256 with 4 heads as a function of [B, T, D]."""
+    config = fhf.FrankensteinConfig(
+        vocab_size=512, hidden_size=D, num_attention_heads=H, num_hidden_layers=1, layer_pattern=name
+    )
+    spec = MIXERS.get(name)
+    mixer = implementation(spec)(config, 0)
+    for module in mixer.modules():
+        if hasattr(module, "init_parameters"):
+            module.init_parameters()
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        context = make_context(
+            shape=(x.shape[0], x.shape[1]), device=x.device, attention_mask=None, position_ids=None, seq_idx=None,
+            cu_seq_lens_q=None, look_for_documents=False, past_length=0, past_num_real=None, past_keep=None,
+            is_causal=is_causal, input_ids=torch.zeros(x.shape[:2], dtype=torch.long), backend="sdpa",
+            rotary_function=RotaryEmbedding(config),
+        )  # fmt: skip
+        return mixer(x, context)[0]
+
+    return call
+
+
+def mixers(arguments: Arguments) -> dict[str, Any]:
+    """Whole mixers (projections included), causal and bidirectional, in units of `standard`."""
+    results: dict[str, dict[str, float]] = {}
+    for T in arguments.lengths:
+        for mode in ("causal", "bidirectional"):
+            names = [name for name in arguments.mixers if getattr(MIXERS.get(name), mode)]
+            names = list(dict.fromkeys(["standard", *names]))
+            steps = {name: train_step(make_mixer(name, mode == "causal"), torch.randn(B, T, D)) for name in names}
+            seconds = interleaved(steps, arguments.rounds)
+            for name in names:
+                row = results.setdefault(name, {})
+                row[f"{mode} / standard at {T}"] = seconds[name] / seconds["standard"]
+    return results
+
+
+def mamba(arguments: Arguments) -> dict[str, Any]:
+    """Our mamba mixer beside transformers' slow path: forward and training step at T = 2048, width 256."""
+    T = 2048
+    x = torch.randn(B, T, D)
+    ours = make_mixer("mamba")
+    theirs = MambaMixer(MambaConfig(hidden_size=D, num_hidden_layers=1), 0)
+
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        return theirs.eval()(x)  # training mode would take the same path, with a warning
+
+    with torch.no_grad():
+        forward = interleaved({"ours": lambda: ours(x), "transformers": lambda: slow(x)}, arguments.rounds)
+    step = interleaved({"ours": train_step(ours, x)}, arguments.rounds)
+    step |= interleaved({"transformers": train_step(slow, x)}, rounds=1, warm_up=False)  # minutes a run
+    return {
+        "forward": {"speed-up over transformers": forward["transformers"] / forward["ours"]},
+        "training step": {"speed-up over transformers": step["transformers"] / step["ours"]},
+    }
+
+
+def encoder(arguments: Arguments) -> dict[str, Any]:
+    """A training step of a 6-layer `standard` encoder beside ModernBERT of the same sizes; 15 and 30 % masked."""
+    batch, T, vocabulary = 8, 256, 8192
+    ids = torch.randint(5, vocabulary, (batch, T))
+    common = dict(vocab_size=vocabulary, hidden_size=D, num_hidden_layers=6, num_attention_heads=H)
+    modern = dict(
+        intermediate_size=1024, global_attn_every_n_layers=1, attn_implementation="sdpa", pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
+    )  # fmt: skip
+    own = dict(intermediate_size=1024, layer_pattern="standard", hidden_act="gelu", norm="layer_norm")
+    models = {
+        "ModernBERT": ModernBertForMaskedLM(ModernBertConfig(**common, **modern)),
+        "ModernBERT, sparse_prediction": ModernBertForMaskedLM(
+            ModernBertConfig(**common, **modern, sparse_prediction=True)
+        ),
+        "ours, dense logits": fhf.FrankensteinForMaskedLM(fhf.FrankensteinConfig(**common, **own)),
+        "ours, sparse_prediction": fhf.FrankensteinForMaskedLM(
+            fhf.FrankensteinConfig(**common, **own, sparse_prediction=True)
+        ),
+    }
+    results: dict[str, dict[str, float]] = {}
+    for rate in (0.15, 0.3):
+        labels = ids.masked_fill(torch.rand(ids.shape) > rate, -100)
+
+        def step(model: torch.nn.Module, labels: torch.Tensor = labels) -> Step:
+            optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-4)
+
+            def run() -> None:
+                optimizer.zero_grad()
+                model(input_ids=ids, labels=labels).loss.backward()
+                optimizer.step()
+
+            return run
+
+        seconds = interleaved({name: step(model) for name, model in models.items()}, arguments.rounds)
+        for name, value in seconds.items():
+            results.setdefault(name, {})[f"speed-up over ModernBERT, {rate:.0%} masked"] = seconds["ModernBERT"] / value
+    return results
+
+
+def decode(arguments: Arguments) -> dict[str, Any]:
+    """Decoding one token after 4096 tokens, in units of the same after 64."""
+    results: dict[str, Any] = {}
+    for name in arguments.mixers:
+        if not MIXERS.get(name).causal:
+            continue
+        config = fhf.FrankensteinConfig(
+            vocab_size=512, hidden_size=D, num_attention_heads=H, num_hidden_layers=2, layer_pattern=name
+        )
+        model = fhf.FrankensteinForCausalLM(config).eval()
+        token = torch.zeros(1, 1, dtype=torch.long)
+        caches = {}
+        with torch.no_grad():
+            for length in (64, 4096):
+                caches[length] = DynamicCache(config=config)
+                model(torch.randint(0, 512, (1, length)), cache=caches[length], logits_to_keep=1)
+
+            def step(length: int, model: Any = model, caches: dict = caches, token: Any = token) -> Step:
+                def run() -> None:
+                    for _ in range(20):
+                        model(token, cache=caches[length])
+
+                return run
+
+            seconds = interleaved({str(n): step(n) for n in caches}, arguments.rounds)
+        results[name] = {"one token after 4096 / after 64": seconds["4096"] / seconds["64"]}
+    return results
+
+
+def import_time(arguments: Arguments) -> dict[str, Any]:
+    """Seconds `import frankenstein_hf` adds to importing torch and transformers' PreTrainedModel."""
+    base = "import torch; from transformers import PreTrainedModel"
+
+    def seconds(code: str) -> float:
+        timed = f"import time; t = time.process_time(); {code}; print(time.process_time() - t)"
+        return float(subprocess.run([sys.executable, "-c", timed], capture_output=True, text=True).stdout)
+
+    runs = [(seconds(base), seconds(base + "; import frankenstein_hf")) for _ in range(arguments.rounds)]
+    without, with_ours = (statistics.median(column) for column in zip(*runs))
+    return {"import frankenstein_hf": {"seconds added": with_ours - without, "ratio": with_ours / without}}
+
+
+SUITES = {
+    "cores": cores,
+    "memory": memory,
+    "mamba": mamba,
+    "encoder": encoder,
+    "decode": decode,
+    "mixers": mixers,
+    "import": import_time,
+}
+
+
+def print_table(title: str, rows: dict[str, dict[str, float | None]]) -> None:
+    """A Markdown table."""
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    print(f"\n### {title}\n\n| | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
+    for name, row in rows.items():
+        cells = ("" if row.get(column) is None else f"{row[column]:.3g}" for column in columns)
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Run the suites and return their tables."""
+    (arguments,) = HfArgumentParser(Arguments).parse_args_into_dataclasses(argv)  # type: ignore[arg-type]
+    if unknown := set(arguments.suites) - set(SUITES):
+        raise ValueError(f"Unknown suites {sorted(unknown)}; allowed: {', '.join(SUITES)}.")
+    for name in arguments.mixers:
+        MIXERS.get(name)
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    results = {}
+    for name in arguments.suites:
+        results[name] = SUITES[name](arguments)
+        print_table(name, results[name])
+        if arguments.json:
+            target = Path(arguments.json)
+            partial = target.with_suffix(".tmp")
+            partial.write_text(json.dumps({"arguments": vars(arguments), "results": results}, indent=1))
+            partial.replace(target)
+    return results
+
+
+if __name__ == "__main__":
+    main()
