@@ -8,6 +8,7 @@ from .auto import register
 from .components import list_mixers, mixer_spec, register_mixer
 from .configuration.configuration_frankenstein import FRANKENSTEIN_VERSION as __version__
 from .configuration.configuration_frankenstein import FrankensteinConfig
+from .hub import connect
 from .modeling.modeling_frankenstein import (
     FrankensteinForCausalLM,
     FrankensteinForMaskedLM,
@@ -16,6 +17,7 @@ from .modeling.modeling_frankenstein import (
 )
 
 register()
+connect()
 register_attention_implementations()
 
 __all__ = [

@@ -27,8 +27,8 @@ def mixer_spec(name: str) -> MixerSpec:
 def register_mixer(spec: MixerSpec, cls: type[Mixer]) -> None:
     """Add a mixer from outside this package; afterwards `layer_pattern` accepts `spec.name`.
 
-    Models that use it are saved without code (`save_pretrained(..., save_code=False)`): a Hub bundle cannot carry it,
-    so whoever loads them has to register it first.
+    Models that use it are saved without code (`save_pretrained(..., save_code=False)`, or `model.save_code = False` for
+    the saves of `Trainer`): a Hub bundle cannot carry it, so whoever loads them has to register it first.
 
     Args:
         spec: Name, parameters and capabilities.

@@ -164,8 +164,8 @@ class MixerSpec(ComponentSpec):
     Attributes:
         causal, bidirectional: Modes it supports.
         cache: Slots its decode state consists of (subset of kv, latent, ring, state, tail, index); empty = no cache.
-        state_size: `(params, config) -> floats` one sequence keeps in constant-size slots, or None if it grows with T;
-            an upper bound for ring buffers.
+        state_size: `(params, config) -> floats` one sequence keeps in its constant-size slots (a ring counts as full).
+        token_size: `(params, config) -> floats` one token adds to the growing slots.
         needs_input_ids: Token ids must be given (not only embeddings).
         takes_residual: Receives the residual stream and the layer's norm instead of the normed input.
         qk_norm: Accepts normalised queries and keys.
@@ -180,7 +180,8 @@ class MixerSpec(ComponentSpec):
     causal: bool = True
     bidirectional: bool = True
     cache: frozenset[str] = frozenset()
-    state_size: Callable[[Any, Any], int] | None = None
+    state_size: Callable[[Any, Any], int] = lambda params, config: 0
+    token_size: Callable[[Any, Any], int] = lambda params, config: 0
     needs_input_ids: bool = False
     takes_residual: bool = False
     qk_norm: bool = False

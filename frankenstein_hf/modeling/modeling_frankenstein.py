@@ -62,6 +62,7 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
     _can_set_attn_implementation_cached_value = True
     _is_stateful = False  # states roll back exactly, so assisted decoding works
     is_causal = False
+    save_code = True  # whether `save_pretrained` writes the code when not told; False where a mixer's cannot travel
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(_without_mixer_backend(config), *args, **kwargs)
@@ -138,17 +139,19 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
             del config.auto_map
         return config
 
-    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, save_code: bool = True, **kwargs: Any):
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, save_code: bool | None = None, **kwargs: Any):
         """transformers' `save_pretrained`, and beside the weights the code to load them without this package.
 
         Args:
             save_directory: A folder, made if absent.
-            save_code: Whether to write the code (flat Python files reached through `trust_remote_code=True`).
+            save_code: Whether to write the code (flat Python files reached through `trust_remote_code=True`); by
+                default the attribute `save_code`, which reaches the saves of `Trainer` too.
             args, kwargs: transformers' own.
 
         Raises:
             ValueError: The model has a mixer from outside this package, whose code cannot travel.
         """
+        save_code = self.save_code if save_code is None else save_code
         original = self.config
         # only the saved copy says how the model was resolved; the caller's object stays as it is
         self.config = self._config_to_save(save_code)

@@ -106,8 +106,8 @@ def test_every_spec_is_complete(spec: MixerSpec):
     for key, field in spec.params.__dataclass_fields__.items():
         assert field.metadata.get("doc"), f"{spec.name}.{key} is undocumented"
         assert field.type
-    if spec.cache and not spec.grows:
-        assert spec.state_size is not None
+    config = tiny_config(spec.name)
+    assert (spec.token_size(config.params_for(0), config) > 0) == spec.grows
 
 
 def test_listing_and_lookup():

@@ -263,19 +263,20 @@ def test_assisted_decoding_and_prompt_lookup_equal_greedy(name):
 @every_causal
 def test_decode_state_has_the_size_the_spec_says(name):
     spec, model = MIXERS.get(name), tiny_model(name)
+    arguments = (model.config.params_for(0), model.config)
     sizes = []
     with torch.no_grad():
         for T in (20, 40):
             cache = DynamicCache(config=model.config)
             model(tokens(1, T), cache=cache)
             sizes.append(cache_num_bytes(cache))
+    layer, floats = cache.layers[0], 4  # bytes
     if spec.grows:
-        assert sizes[1] == 2 * sizes[0]
+        assert sizes[1] - sizes[0] == 20 * floats * spec.token_size(*arguments)
     else:
         assert sizes[1] == sizes[0], "the state grows"
-        layer = cache.layers[0]
-        floats = sum(x.numel() for x in layer.states.values() if x.is_floating_point())
-        assert floats == spec.state_size(model.config.params_for(0), model.config)
+        kept = sum(x.numel() for x in layer.states.values() if x.is_floating_point())
+        assert kept == spec.state_size(*arguments)
 
 
 # 8 and 11 ------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ..component import MixerSpec, Params, param
+from .standard import kv_floats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,7 @@ SPECS = (
         params=MemoryParams,
         implementation="mixers.memory:MemoryAttention",
         cache=frozenset({"kv"}),
+        token_size=kv_floats,
         needs_input_ids=True,
         native_mask=True,
     ),

@@ -33,6 +33,11 @@ class GQAParams(Params):
         return replace(self, num_key_value_heads=groups)
 
 
+def kv_floats(params: Any, config: Any) -> int:
+    """Keys and values one token adds to the cache."""
+    return 2 * (getattr(params, "num_key_value_heads", None) or config.num_key_value_heads) * config.head_dim
+
+
 SPECS = (
     MixerSpec(
         name="standard",
@@ -42,6 +47,7 @@ SPECS = (
         params=StandardParams,
         implementation="mixers.standard:StandardAttention",
         cache=frozenset({"kv"}),
+        token_size=kv_floats,
         parameter_free=lambda params: True,
         native_mask=True,
     ),
@@ -53,6 +59,7 @@ SPECS = (
         params=GQAParams,
         implementation="mixers.standard:GroupedQueryAttention",
         cache=frozenset({"kv"}),
+        token_size=kv_floats,
         parameter_free=lambda params: True,
         native_mask=True,
     ),

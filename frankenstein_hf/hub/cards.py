@@ -1,0 +1,206 @@
+"""Model cards: rendered from `hub_cards/`, and merged with what transformers and its `Trainer` write.
+
+A card is ours to write when it is absent, ours and unedited, or transformers' or Trainer's automatic text. Of those the
+metadata is kept and completed, and Trainer's results and hyperparameters become the section "Training". Any other card
+was written by a person and stays as it is.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
+from huggingface_hub.utils import yaml_dump
+
+from ..configuration.configuration_frankenstein import FRANKENSTEIN_VERSION
+from ..configuration.registries import MIXERS
+from ..modeling.hub_bundle import HEADS, read_card
+
+TEMPLATES = Path(__file__).parent.parent / "hub_cards"
+
+# What the Hub and `pipeline()` call the task of each head, and what the card calls the model.
+TASKS = {
+    "AutoModel": ("feature-extraction", "model without a head"),
+    "AutoModelForCausalLM": ("text-generation", "causal language model"),
+    "AutoModelForMaskedLM": ("fill-mask", "masked language model"),
+}
+
+OUR_MARK = re.compile(r"<!-- frankenstein_hf card ([0-9a-f]{12}): [^\n]* -->\n")
+OUR_TRAINING = "\n## Training\n"
+TRAINER_MARK = "generated automatically according to the information the Trainer had access to"
+# Trainer's empty sections: filled in, they are somebody's work.
+TRAINER_STOCK = "".join(
+    f"\n## {title}\n\nMore information needed\n"
+    for title in ("Model description", "Intended uses & limitations", "Training and evaluation data")
+)
+TRAINER_PROCEDURE = "\n## Training procedure\n"
+TRANSFORMERS_TEXT = (
+    "This is the model card of a 🤗 transformers model that has been pushed on the Hub. "
+    "This model card has been automatically generated."
+)
+
+
+class Card(NamedTuple):
+    """A model card: the YAML block on top and the text below it."""
+
+    metadata: dict[str, Any]
+    body: str
+
+
+def render(model: Any, directory: str | os.PathLike, repo_id: str | None = None, before: str | None = None) -> None:
+    """Write README.md for `model`; see `modeling.hub_bundle.render_card`."""
+    path = Path(directory) / "README.md"
+    current, earlier = parse_card(read_card(directory) or ""), parse_card(before or "")
+    if not is_generated(earlier):
+        _replace(path, before or "")
+        return
+    if not is_generated(current):
+        return
+    metadata = _metadata(model, earlier.metadata, current.metadata)
+    text = _body(model, Path(directory), repo_id, training_section(current.body) or training_section(earlier.body))
+    digest = _digest(text)
+    mark = f"<!-- frankenstein_hf card {digest}: written when the model is saved; once edited, it is left alone. -->"
+    _replace(path, f"---\n{yaml_dump(metadata, sort_keys=False)}---\n{mark}\n\n{text}\n")
+
+
+def parse_card(text: str) -> Card:
+    """Split a card. Metadata that cannot be read counts as text."""
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n")
+    match = REGEX_YAML_BLOCK.search(text)
+    try:
+        metadata = yaml.safe_load(match.group(2)) or {} if match else None
+    except yaml.YAMLError:
+        metadata = None
+    return Card(metadata, text[match.end() :]) if match and isinstance(metadata, dict) else Card({}, text)
+
+
+def is_generated(card: Card) -> bool:
+    """Whether a program wrote the text, so that it may be written over."""
+    body = card.body.strip()
+    if mark := OUR_MARK.match(body + "\n"):
+        return mark[1] == _digest(body[mark.end() :])
+    if TRAINER_MARK in body and not body.startswith("---"):
+        return TRAINER_STOCK + TRAINER_PROCEDURE in body
+    if TRANSFORMERS_TEXT in body:
+        stock = ModelCard.from_template(ModelCardData(), model_description=TRANSFORMERS_TEXT)
+        return body == stock.text.strip()
+    return not body
+
+
+def training_section(body: str) -> str:
+    """What Trainer wrote about the training, from its own card or from one of ours; "" when there is nothing."""
+    if TRAINER_MARK in body:
+        opening, _, procedure = body.partition(TRAINER_STOCK + TRAINER_PROCEDURE)
+        results = re.split(r"^# .*\n", opening, maxsplit=1, flags=re.MULTILINE)[-1]
+        # Trainer's words for a model that comes from no checkpoint with a name
+        results = results.replace(
+            "is a fine-tuned version of [](https://huggingface.co/) on", "was trained from scratch on"
+        )
+        return f"{results.strip()}\n\n{procedure.strip()}"
+    return body.partition(OUR_TRAINING)[2].strip() if OUR_MARK.search(body) else ""
+
+
+def decode_state(config: Any) -> tuple[int, int]:
+    """Floats that a sequence's decode state holds whatever its length (rings count as full), and per token."""
+    constant = per_token = 0
+    for layer_idx in range(config.num_hidden_layers):
+        spec, params = config.mixer_spec_for(layer_idx), config.params_for(layer_idx)
+        layer_config = config.per_layer_config[layer_idx]
+        constant += spec.state_size(params, layer_config)
+        per_token += spec.token_size(params, layer_config)
+    return constant, per_token
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.strip().encode()).hexdigest()[:12]
+
+
+def _replace(path: Path, text: str) -> None:
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished.write_bytes(text.encode("utf-8", "surrogateescape"))
+    unfinished.replace(path)
+
+
+def _auto_class(model: Any) -> str:
+    classes = {reference.partition(".")[2]: auto_name for auto_name, reference in HEADS.items()}
+    return classes.get(type(model).__name__, "AutoModel")
+
+
+def _metadata(model: Any, *known: dict[str, Any]) -> dict[str, Any]:
+    """Ours, completed with what the `known` cards said, oldest first: license, language, datasets, results, tags."""
+    tags = ["frankenstein", *dict.fromkeys(model.config.mixer_names)]
+    for old in (*(metadata.get("tags") or [] for metadata in known), model.model_tags or []):
+        tags += [tag for tag in ([old] if isinstance(old, str) else old) if tag not in MIXERS]
+    ours = {
+        "library_name": "transformers",
+        "pipeline_tag": TASKS[_auto_class(model)][0],
+        "tags": list(dict.fromkeys(tags)),
+    }
+    others = {key: value for metadata in known for key, value in metadata.items() if value is not None}
+    return {**ours, **{key: value for key, value in others.items() if key not in ours}}
+
+
+def _body(model: Any, directory: Path, repo_id: str | None, training: str) -> str:
+    config, auto_class = model.config, _auto_class(model)
+    base = getattr(model, model.base_model_prefix, model)
+    specs = [config.mixer_spec_for(layer_idx) for layer_idx in range(config.num_hidden_layers)]
+    total = sum(parameter.numel() for parameter in model.parameters())
+    constant, per_token = decode_state(config)
+    text = _template("model_card.md").render(
+        config=config,
+        name=repo_id or directory.resolve().name,
+        auto_class=auto_class,
+        task=TASKS[auto_class][0],
+        kind=TASKS[auto_class][1],
+        is_causal=model.is_causal,
+        layers=_layers(config, specs, base.layers),
+        carries_code=_carries_code(directory),
+        total=total,
+        embeddings=base.embed_tokens.weight.numel(),
+        dtype=str(model.dtype).removeprefix("torch."),
+        state_constant=constant,
+        state_per_token=per_token,
+        needs_ids=sorted({spec.name for spec in specs if spec.needs_input_ids}),
+        versions=f"frankenstein_hf {FRANKENSTEIN_VERSION}, transformers {transformers.__version__}, "
+        f"torch {torch.__version__}",
+        training=training,
+    )
+    return text.strip()
+
+
+@functools.cache
+def _template(name: str) -> Any:
+    import jinja2  # transformers' own cards need it, torch brings it
+
+    loader = jinja2.FileSystemLoader(TEMPLATES)
+    return jinja2.Environment(
+        loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    ).get_template(name)
+
+
+def _carries_code(directory: Path) -> bool:
+    """Whether the checkpoint says that its code lies beside it."""
+    config_file = directory / "config.json"
+    return config_file.is_file() and "auto_map" in json.loads(config_file.read_text(encoding="utf-8"))
+
+
+def _layers(config: Any, specs: list[Any], layers: Iterable[Any]) -> list[dict[str, Any]]:
+    """One row for each mixer with its settings: which layers have it, and how many weights in each."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for layer_idx, (spec, layer) in enumerate(zip(specs, layers)):
+        settings = ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(config.params_for(layer_idx)).items())
+        row = rows.setdefault((spec.name, settings), {"spec": spec, "settings": settings or "–", "numbers": []})
+        row["numbers"].append(layer_idx)
+        row["weights"] = sum(parameter.numel() for parameter in layer.mixer.parameters())
+    return [{**row, "numbers": ", ".join(map(str, row["numbers"]))} for row in rows.values()]

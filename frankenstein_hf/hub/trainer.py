@@ -1,0 +1,97 @@
+"""Keeping code and card when transformers' `Trainer` writes to the Hub.
+
+`Trainer.create_model_card` writes its own card after the model was saved and offers models no way to take part (it
+calls `create_or_update_model_card` only where the card before was PEFT's). Pushes during training copy the weights and
+the configuration from a checkpoint, but not the code beside them. So two methods of `Trainer` are wrapped. Importing
+the module of `Trainer` takes seconds that most programs need not spend; the wrapping waits until somebody else does.
+"""
+
+import functools
+import importlib.abc
+import importlib.machinery
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import logging
+
+from ..modeling.hub_bundle import bundle_files, read_card
+from .cards import is_generated, parse_card, render
+
+logger = logging.get_logger(__name__)
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Finds one module as the other finders would, and has `function` called with it once it has run."""
+
+    def __init__(self, name: str, function: Callable[[ModuleType], None]) -> None:
+        self.name, self.function = name, function
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self.function(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def after_import(name: str, function: Callable[[ModuleType], None]) -> None:
+    """Call `function(module)` now if the module called `name` is loaded, else right after it is."""
+    if name in sys.modules:
+        function(sys.modules[name])
+    elif not any(isinstance(finder, _AfterImport) and finder.name == name for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport(name, function))
+
+
+def keep_our_cards(trainer_module: Any) -> None:
+    """Wrap `Trainer` so that the models of this package keep their card and code; other models see no difference."""
+    trainer_class = trainer_module.Trainer
+    if hasattr(trainer_class.create_model_card, "__wrapped__"):
+        return
+    create, push = trainer_class.create_model_card, trainer_class._push_from_checkpoint
+
+    @functools.wraps(create)
+    def create_model_card(self: Any, *args: Any, **kwargs: Any) -> None:
+        before = read_card(self.args.output_dir)
+        if _ours(self) is not None and not is_generated(parse_card(before or "")):
+            logger.warning("README.md in %s was written by hand and stays as it is.", self.args.output_dir)
+            return
+        create(self, *args, **kwargs)
+        _refresh(self, before)
+
+    @functools.wraps(push)
+    def push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
+        if _ours(self) is not None and self.is_world_process_zero():
+            for name in (*bundle_files(checkpoint_folder), "config.json"):
+                shutil.copyfile(Path(checkpoint_folder) / name, Path(self.args.output_dir) / name)
+        _refresh(self, None)
+        push(self, checkpoint_folder)
+
+    trainer_class.create_model_card, trainer_class._push_from_checkpoint = create_model_card, push_from_checkpoint
+
+
+def _ours(trainer: Any) -> Any:
+    """The trainer's model if it is of this package (or of a bundle of it), else None; PEFT's wrappers are not."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    is_ours = isinstance(model, PreTrainedModel) and hasattr(model, "create_or_update_model_card")
+    return model if is_ours else None
+
+
+def _refresh(trainer: Any, before: str | None) -> None:
+    model = _ours(trainer)
+    if model is not None and trainer.is_world_process_zero():
+        render(model, trainer.args.output_dir, getattr(trainer, "hub_model_id", None), before)
