@@ -155,11 +155,12 @@ def test_bf16_gives_bf16_output_and_an_fp32_state(T, per_key):
 
 
 @PER_KEY
-def test_autocast_lowers_no_precision(per_key):
-    inputs = make_inputs("mild", per_key)
-    expected = with_gradients(run, inputs)
+@pytest.mark.parametrize("sequential", [False, True])
+def test_autocast_lowers_no_precision(per_key, sequential):
+    inputs = make_inputs("mild", per_key, T=40)
+    expected = with_gradients(lambda x: run(x, sequential=sequential), inputs)
     with torch.autocast("cpu", torch.bfloat16):
-        got = with_gradients(run, inputs)
+        got = with_gradients(lambda x: run(x, sequential=sequential), inputs)
     assert all(torch.equal(x, y) for x, y in zip(expected, got))
 
 

@@ -56,9 +56,9 @@ def recurrent_delta_rule(
     for t in range(q.shape[2]):
         if log_decay is not None:
             S = a[:, :, t, :, None] * S
-        u = z[:, :, t] - torch.einsum("bhk,bhkv->bhv", e[:, :, t], S)
+        u = z[:, :, t] - (e[:, :, t, :, None] * S).sum(2)  # no matrix product: autocast would round it
         S = S + k[:, :, t, :, None] * u[:, :, None, :]
-        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, :, t], S))
+        outputs.append((q[:, :, t, :, None] * S).sum(2))
     output = scale * torch.stack(outputs, dim=2)
     return output.to(dtype), S if output_final_state else None
 

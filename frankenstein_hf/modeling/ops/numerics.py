@@ -49,15 +49,13 @@ def flush_tiny(x: Tensor) -> Tensor:
 
 
 def split_chunks(x: Tensor, size: int) -> Tensor:
-    """[B, H, T, …] -> [N, B·H, C, …] with C = size, the last chunk filled with zeros; chunk-first so a loop reads slices."""
+    """[B, H, T, …] -> [N, B·H, C, …] with C = size, the last chunk filled with zeros.
+
+    Chunk-first, so that a loop reads contiguous slices. With one row and whole chunks the result may be a view.
+    """
     B, H, T = x.shape[:3]
     rest = x.shape[3:]
     x = x.reshape(B * H, T, *rest)
     if missing := -T % size:
         x = torch.cat([x, x.new_zeros(B * H, missing, *rest)], dim=1)
     return x.view(B * H, -1, size, *rest).transpose(0, 1).contiguous()
-
-
-def merge_chunks(x: Tensor, B: int, H: int, T: int) -> Tensor:
-    """Inverse of `split_chunks`: [N, B·H, C, …] -> [B, H, T, …]."""
-    return x.transpose(0, 1).reshape(B, H, -1, *x.shape[3:])[:, :, :T]
