@@ -21,6 +21,7 @@ from .context import document_starts, make_context
 from .hub_bundle import auto_map, changed_since, read_card, render_card, write_bundle
 from .implementations import implementation
 from .layer import FrankensteinLayer
+from .mixers.base import MixerExtras
 from .positions import RotaryEmbedding
 
 logger = logging.get_logger(__name__)
@@ -325,8 +326,9 @@ class FrankensteinModel(FrankensteinPreTrainedModel):
         for layer in self.layers:
             hidden_states, extras = layer(hidden_states, context, cache=cache)
             every_hidden.append(hidden_states)
-            attentions.append(None if extras is None else extras.weights)
-            aux_losses.extend(() if extras is None else extras.aux_losses)
+            extras = extras or MixerExtras()
+            attentions.append(extras.weights)
+            aux_losses.extend(extras.aux_losses)
         hidden_states = self.norm(hidden_states)
         return FrankensteinModelOutput(
             last_hidden_state=hidden_states,

@@ -75,7 +75,7 @@ class RowMixer(Mixer):
         layer = None if cache is None else cache.layers[self.layer_idx]
         mixed = [self.mix(rows.compact(hidden_states), rows, layer) for rows in context.rows]
         output = context.restore([out for out, _ in mixed])
-        if mixed[0][1] is None:
+        if not context.output_attentions or mixed[0][1] is None:
             return output, None
         return output, MixerExtras(context.restore_weights([weights for _, weights in mixed if weights is not None]))
 

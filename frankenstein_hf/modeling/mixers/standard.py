@@ -50,7 +50,7 @@ class StandardAttention(Mixer):
             key, value = cache.layers[self.layer_idx].append(key, value, context.keep, context.all_real)
         dropout = self.config.attention_dropout if self.training else 0.0
         output, weights = dense_attention(self, query, key, value, context, scale=self.scaling, dropout=dropout)
-        return self.o_proj(merge_heads(output)), MixerExtras(weights)
+        return self.o_proj(merge_heads(output)), MixerExtras(weights if context.output_attentions else None)
 
 
 class GroupedQueryAttention(StandardAttention):
