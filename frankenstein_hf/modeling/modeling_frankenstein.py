@@ -13,6 +13,7 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, MaskedLMOutput
 from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
 from transformers.utils import can_return_tuple, logging
+from transformers.utils.deprecation import deprecate_kwarg
 
 from ..configuration.component import did_you_mean
 from ..configuration.configuration_frankenstein import FrankensteinConfig
@@ -140,7 +141,9 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
             del config.auto_map
         return config
 
-    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, save_code: bool | None = None, **kwargs: Any):
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, *args: Any, save_code: bool | None = None, **kwargs: Any
+    ):
         """transformers' `save_pretrained`, and beside the weights the code to load them without this package.
 
         Args:
@@ -246,6 +249,7 @@ class FrankensteinModel(FrankensteinPreTrainedModel):
             return super().get_expanded_tied_weights_keys(all_submodels=True)
         return dict(self._tied_weights_keys)
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @can_return_tuple
     def forward(
         self,
@@ -269,7 +273,8 @@ class FrankensteinModel(FrankensteinPreTrainedModel):
                 bool (True = visible) or additive, which only dense mixers can honour.
             position_ids: [B or 1, T]. They only say where packed documents start; positions are counted in real tokens.
                 With a 4-D mask they are taken as they are.
-            cache: A cache an earlier call returned, or an empty `DynamicCache`; `past_key_values` is accepted too.
+            cache: A cache an earlier call returned, or an empty `DynamicCache`; its former name
+                `past_key_values` is accepted too.
             inputs_embeds: [B, T, D] instead of `input_ids`; beside them when a mixer needs ids.
             use_cache: Return a cache (causal models only). By default the config's value outside training.
             output_hidden_states: Return the embeddings and every layer's output; the last one is normed.
@@ -284,7 +289,6 @@ class FrankensteinModel(FrankensteinPreTrainedModel):
         Raises:
             ValueError: Arguments that do not fit together; the message says which and what to do.
         """
-        cache = kwargs.pop("past_key_values", None) if cache is None else cache
         config = self.config
         shape, device = self._check_inputs(input_ids, inputs_embeds, attention_mask)
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
@@ -410,6 +414,7 @@ class FrankensteinForCausalLM(FrankensteinPreTrainedModel, GenerationMixin):
         """`generate()` hands the 2-D mask on; the model derives visibility from it and from the cache."""
         return attention_mask
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @can_return_tuple
     def forward(
         self,
