@@ -38,21 +38,21 @@ def eager_attention(
     T, S, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = at_least_fp32(query @ key.mT) * scale
-    if bias is not None:
-        scores = scores + bias
+    scores = at_least_fp32(query * scale @ key.mT)
     visible = None
     if is_causal:
         visible = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(S - T)
-    if mask is not None and mask.dtype == torch.bool:
+    if mask is not None and mask.dtype != torch.bool:
+        bias, mask = mask if bias is None else bias + mask, mask > -torch.inf
+    if mask is not None:
         visible = mask if visible is None else visible & mask
-    elif mask is not None:
-        scores = scores + mask
+    if bias is not None:
+        scores = scores + bias
     if visible is not None:
-        scores = scores.masked_fill(~visible, -torch.inf)
-    top = scores.amax(-1, keepdim=True).detach()
-    weights = (scores - top.masked_fill(top == -torch.inf, 0.0)).exp()
-    weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+        scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(-1)
+    if mask is not None and visible is not None:  # a row that sees nothing has come out uniform
+        weights = weights.masked_fill(~visible.any(-1, keepdim=True), 0.0)
     weights = F.dropout(weights, dropout, training=dropout > 0).to(query.dtype)
     return weights @ value, weights
 
