@@ -166,23 +166,31 @@ def test_prefill_in_any_split_and_decoding_equal_the_full_forward(name):
             assert all(layer.num_real.tolist() == [14, 14] for layer in cache.layers)
 
 
+def scattered_mask(rows: int, length: int) -> torch.Tensor:
+    """Pads anywhere; the last row has two real tokens among its first dozen, fewer than any window."""
+    mask = (torch.rand(rows, length, generator=torch.Generator().manual_seed(5)) < 0.6).long()
+    mask[-1, :12] = 0
+    mask[-1, [4, 9]] = 1
+    return mask
+
+
 @every_causal
 def test_cached_calls_with_pads_equal_the_unpadded_rows(name):
-    """Left, right and interior pads in the prefill, then more tokens, some of them pads."""
-    model, x = tiny_model([name, name]), tokens(3, 16)
-    mask = torch.tensor([[*row, 1, int(i != 1), 1, 1] for i, row in enumerate(PADDINGS.values())])
+    """Pads in the prefill, in single tokens and in later calls longer than a window."""
+    model, x, mask = tiny_model([name, name]), tokens(4, 26), scattered_mask(4, 26)
     with torch.no_grad():
         expected = [model(row[keep.bool()][None]).logits[0] for row, keep in zip(x, mask)]
         cache, parts = DynamicCache(config=model.config), []
-        for begin, end in ((0, 12), (12, 13), (13, 15), (15, 16)):
+        for begin, end in ((0, 12), (12, 13), (13, 14), (14, 25), (25, 26)):
             parts.append(model(x[:, begin:end], attention_mask=mask[:, :end], cache=cache).logits)
+            assert all(layer.num_real.tolist() == mask[:, :end].sum(1).tolist() for layer in cache.layers)
         for logits, keep, row in zip(torch.cat(parts, dim=1), mask, expected):
             assert_near(logits[keep.bool()], row)
         # the cache remembers its pads: the mask of the new tokens alone is enough
         again = DynamicCache(config=model.config)
         model(x[:, :12], attention_mask=mask[:, :12], cache=again)
-        last = model(x[:, 12:13], cache=again)
-        assert_near(last.logits, parts[1])
+        last = model(x[:, 12:13], attention_mask=mask[:, 12:13], cache=again)
+        assert_near(last.logits[mask[:, 12].bool()], parts[1][mask[:, 12].bool()])
 
 
 @every_causal
@@ -226,6 +234,22 @@ def test_a_cropped_cache_continues_as_if_the_tokens_had_never_been(name):
         if not MIXERS.get(name).grows:
             with pytest.raises(ValueError, match="recording began at 5"):
                 cache.crop(-12)
+
+
+@every_causal
+def test_rollback_counts_real_tokens_when_the_undone_ones_hold_pads(name):
+    model, x, mask = tiny_model([name, name]), tokens(4, 20), scattered_mask(4, 20)
+    with torch.no_grad():
+        expected = [model(row[keep.bool()][None]).logits[0] for row, keep in zip(x, mask)]
+        cache = DynamicCache(config=model.config)
+        cache.activate_past_recording()
+        for begin, end in ((0, 5), (5, 14)):
+            model(x[:, begin:end], attention_mask=mask[:, :end], cache=cache)
+        cache.crop(-4)
+        assert all(layer.num_real.tolist() == mask[:, :10].sum(1).tolist() for layer in cache.layers)
+        rest = model(x[:, 10:], attention_mask=mask, cache=cache).logits
+        for logits, keep, row in zip(rest, mask, expected):
+            assert_near(logits[keep[10:].bool()], row[keep[:10].sum() :])
 
 
 @every_causal
