@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from ..cache import States
 from ..context import Rows
-from ..ops.decayed_scan import decayed_scan
 from ..ops.numerics import at_least_fp32, full_precision
-from .base import GatedHeadNorm, RecurrentMixer, ShortConvolution, split_heads, zero_beyond
+from .base import GatedHeadNorm, ShortConvolution
+from .linear_attention import LinearAttention
 
 
 @full_precision
@@ -35,7 +35,7 @@ def eager_gla(q: Tensor, k: Tensor, v: Tensor, log_α: Tensor, S: Tensor) -> tup
     return torch.stack(o, dim=2), S
 
 
-class GatedLinearAttention(RecurrentMixer):
+class GatedLinearAttention(LinearAttention):
     """Linear attention whose state decays by a data-dependent factor per key channel (arXiv 2312.06635).
 
     log α = logsigmoid(W₂ W₁ x) / c; group norm over heads and a SiLU gate on the readout.
@@ -43,6 +43,7 @@ class GatedLinearAttention(RecurrentMixer):
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
+        self.scale = self.head_dim**-0.5
         D, width, bias = self.hidden_size, self.num_heads * self.head_dim, config.attention_bias
         self.q_proj = nn.Linear(D, width, bias=bias)
         self.k_proj = nn.Linear(D, width, bias=bias)
@@ -61,34 +62,14 @@ class GatedLinearAttention(RecurrentMixer):
             "log_decay": F.logsigmoid(decay) / self.params.gate_normalizer,
         }
 
-    def scan(
-        self,
-        inputs: States,
-        states: States,
-        lengths: Tensor | None,
-        *,
-        exclude_own: bool = False,
-        sequential: bool = False,
-    ) -> tuple[Tensor, States]:
+    def read(self, inputs: States, states: States, lengths: Tensor | None) -> tuple[list[Tensor], States]:
         qkv, kept = inputs["qkv"], {}
         if self.conv is not None:
             qkv, kept["tail"] = self.conv(qkv, states.get("tail"), lengths)
-        q, k, v = (split_heads(x, self.num_heads) for x in zero_beyond(qkv, lengths).chunk(3, dim=-1))
-        log_decay = split_heads(zero_beyond(inputs["log_decay"], lengths), self.num_heads)
-        scale, state = self.head_dim**-0.5, states.get("state")
-        if sequential:
-            q, k, v = (at_least_fp32(x) for x in (q, k, v))
-            if state is None:
-                state = log_decay.new_zeros(*q.shape[:2], self.head_dim, self.head_dim)
-            readout, kept["state"] = eager_gla(q, k, v, log_decay, state)
-            readout = readout.to(qkv.dtype)
-        else:
-            readout, kept["state"] = decayed_scan(
-                q, k, v, log_decay, scale=scale, initial_state=state, output_final_state=True
-            )
-        if exclude_own:
-            readout = readout - scale * (q * k).sum(-1, keepdim=True) * v
-        return readout.transpose(1, 2), kept
+        return list(qkv.chunk(3, dim=-1)), kept
+
+    def recurrence(self, q: Tensor, k: Tensor, v: Tensor, log_α: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+        return eager_gla(q, k, v, log_α, S)
 
     def finish(self, readout: Tensor, x: Tensor) -> Tensor:
         return self.o_proj(self.norm(readout.to(x.dtype), self.g_proj(x)))

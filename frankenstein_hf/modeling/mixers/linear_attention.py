@@ -3,8 +3,6 @@
 Shapes: R rows, L row length, H heads, K = V head width.
 """
 
-from typing import Any
-
 from torch import Tensor
 
 from ..cache import States
@@ -17,6 +15,10 @@ class LinearAttention(RecurrentMixer):
     """S_t = Diag(α_t) S_{t−1} + k_t v_tᵀ,  o_t = scale · q_t S_t, for `project` that returns q, k, v [R, L, H·W]."""
 
     scale: float = 1.0
+
+    def read(self, inputs: States, states: States, lengths: Tensor | None) -> tuple[list[Tensor], States]:
+        """q, k and v [R, L, H·W] from the projections, and what of the states this took (a convolution's tail)."""
+        return [inputs[name] for name in "qkv"], {}
 
     def log_decay(self, inputs: States, lengths: Tensor | None) -> Tensor:
         """log α: [H], [R, H, L] or [R, H, L, K] in at least fp32, zero behind the real tokens."""
@@ -35,9 +37,9 @@ class LinearAttention(RecurrentMixer):
         exclude_own: bool = False,
         sequential: bool = False,
     ) -> tuple[Tensor, States]:
-        q, k, v = (split_heads(zero_beyond(inputs[name], lengths), self.num_heads) for name in "qkv")
+        qkv, kept = self.read(inputs, states, lengths)
+        q, k, v = (split_heads(zero_beyond(x, lengths), self.num_heads) for x in qkv)
         log_α, dtype, state = self.log_decay(inputs, lengths), q.dtype, states.get("state")
-        kept: dict[str, Any] = {}
         if sequential:
             q, k, v = (at_least_fp32(x) for x in (q, k, v))
             if state is None:
@@ -45,9 +47,9 @@ class LinearAttention(RecurrentMixer):
             readout, kept["state"] = self.recurrence(q, k, v, log_α, state)
             readout = readout.to(dtype)
         else:
-            readout, kept["state"] = decayed_scan(
-                q, k, v, log_α, scale=self.scale, initial_state=state, output_final_state=True
-            )
+            readout, last = decayed_scan(q, k, v, log_α, scale=self.scale, initial_state=state, output_final_state=True)
+            assert last is not None
+            kept["state"] = last
         if exclude_own:
             readout = readout - self.scale * (at_least_fp32(q) * k).sum(-1, keepdim=True) * v
         return readout.transpose(1, 2), kept
