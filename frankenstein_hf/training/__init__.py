@@ -1,0 +1,1 @@
+"""Training programs and what they share."""

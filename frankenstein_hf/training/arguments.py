@@ -1,0 +1,231 @@
+"""What the training programs can be told, on the command line or in a YAML or JSON file."""
+
+import dataclasses
+import json
+import sys
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import HfArgumentParser, TrainingArguments
+
+from ..configuration.component import did_you_mean
+
+FILE_TYPES = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+class BadInput(ValueError):
+    """Something the user gave cannot work; found before anything was computed or written."""
+
+
+@dataclass
+class ModelArguments:
+    """Which model to train: a new hybrid, or a checkpoint to continue from."""
+
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Continue from this checkpoint instead of training a new model."}
+    )
+    layer_pattern: str | None = field(
+        default=None,
+        metadata={"help": "Mixers of a new model, repeated over its layers: 'gated_deltanet,swa' or a JSON list."},
+    )
+    mixer_params: str | None = field(
+        default=None, metadata={"help": 'Parameters by mixer, as JSON: \'{"swa": {"window_size": 64}}\'.'}
+    )
+    config_overrides: str | None = field(
+        default=None,
+        metadata={"help": "Other keys of a new model's config: 'hidden_size=192,num_hidden_layers=6' or JSON."},
+    )
+    tokenizer_name: str | None = field(
+        default=None, metadata={"help": "Tokenizer to use; by default one is trained on the training text."}
+    )
+    vocab_size: int = field(default=8192, metadata={"help": "Size of a tokenizer trained here."})
+    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of the checkpoint."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the checkpoint."})
+    attn_implementation: str | None = field(
+        default=None, metadata={"help": "How mixers are computed: eager, sdpa, triton …"}
+    )
+
+    def pattern(self) -> list[str] | None:
+        """`layer_pattern` as a list."""
+        value: Any = self.layer_pattern
+        if isinstance(value, str):
+            if value.lstrip().startswith("["):
+                value = _json(value, "layer_pattern")
+            else:
+                value = [name.strip() for name in value.split(",") if name.strip()]
+        if value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+            raise BadInput(f"--layer_pattern must be a list of mixer names, got {value!r}.")
+        return value
+
+    def overrides(self) -> dict[str, Any]:
+        """`config_overrides` as a dict, with `mixer_params` and `layer_pattern` where they were given."""
+        value: Any = self.config_overrides or {}
+        if isinstance(value, str):
+            value = _json(value, "config_overrides") if value.lstrip().startswith("{") else _pairs(value)
+        params: Any = self.mixer_params
+        params = _json(params, "mixer_params") if isinstance(params, str) else params
+        for name, given in (("config_overrides", value), ("mixer_params", params)):
+            if given is not None and not isinstance(given, dict):
+                raise BadInput(f"--{name} must be an object of keys and values, got {given!r}.")
+        if "vocab_size" in value:
+            raise BadInput("vocab_size follows from the tokenizer: use --vocab_size or --tokenizer_name.")
+        own = {"layer_pattern": self.pattern(), "mixer_params": params}
+        return {**value, **{key: given for key, given in own.items() if given is not None}}
+
+
+@dataclass
+class DataArguments:
+    """What to train on; by default the docstrings of the Python standard library."""
+
+    dataset_name: str | None = field(default=None, metadata={"help": "A dataset of the Hub, or a folder of one."})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of that dataset."})
+    train_file: str | None = field(default=None, metadata={"help": "Text to train on: txt, json, jsonl, csv, parquet."})
+    validation_file: str | None = field(default=None, metadata={"help": "Text to evaluate on, of the same type."})
+    text_column: str | None = field(
+        default=None, metadata={"help": "Column with the text; by default 'text', or the only column of strings."}
+    )
+    sample_by: str = field(
+        default="paragraph", metadata={"help": "What is a document in a txt file: line, paragraph or document."}
+    )
+    validation_split_percentage: float = field(
+        default=5.0, metadata={"help": "Share of the documents to hold out when nothing was given to evaluate on."}
+    )
+    block_size: int = field(default=256, metadata={"help": "Most tokens of a row."})
+    packing: str = field(
+        default="blocks",
+        metadata={
+            "help": "blocks: join documents and cut; documents: whole documents side by side, kept apart exactly; "
+            "none: a document a row, padded."
+        },
+    )
+    max_train_samples: int | None = field(default=None, metadata={"help": "Use only the first so many documents."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on so many documents at most."})
+    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
+
+    def check(self) -> None:
+        """Raise `BadInput` for what cannot be."""
+        if self.dataset_name and (self.train_file or self.validation_file):
+            raise BadInput("Give --dataset_name or files, not both.")
+        if self.dataset_config_name and not self.dataset_name:
+            raise BadInput("--dataset_config_name needs --dataset_name.")
+        if self.validation_file and not self.train_file:
+            raise BadInput("--validation_file needs --train_file, whose text also trains the tokenizer.")
+        kinds = {}
+        for name in ("train_file", "validation_file"):
+            if (value := getattr(self, name)) is None:
+                continue
+            path = Path(value)
+            if path.suffix.lower() not in FILE_TYPES:
+                raise BadInput(f"--{name} {value}: unknown type {path.suffix!r}" + _allowed(FILE_TYPES))
+            if not path.is_file():
+                raise BadInput(f"--{name} {value}: there is no such file.")
+            if path.stat().st_size == 0:
+                raise BadInput(f"--{name} {value}: the file is empty.")
+            kinds[name] = FILE_TYPES[path.suffix.lower()]
+        if len(set(kinds.values())) > 1:
+            raise BadInput("--train_file and --validation_file must be of the same type.")
+        for name, choices in (
+            ("sample_by", ("line", "paragraph", "document")),
+            ("packing", ("blocks", "documents", "none")),
+        ):
+            if getattr(self, name) not in choices:
+                raise BadInput(
+                    f"--{name} {getattr(self, name)!r} is unknown" + did_you_mean(getattr(self, name), choices)
+                )
+        if not 0 < self.validation_split_percentage < 100:
+            raise BadInput(f"--validation_split_percentage {self.validation_split_percentage} must be in (0, 100).")
+        for name in ("block_size", "max_train_samples", "max_eval_samples", "preprocessing_num_workers"):
+            if (number := getattr(self, name)) is not None and number < 1:
+                raise BadInput(f"--{name} {number} must be at least 1.")
+
+
+@dataclass
+class ProgramArguments(TrainingArguments):
+    """transformers' `TrainingArguments` with defaults that suit a small model trained from scratch."""
+
+    do_train: bool = field(default=True, metadata={"help": "Train."})
+    do_eval: bool = field(default=True, metadata={"help": "Evaluate before and after."})
+    overwrite_output_dir: bool = field(
+        default=False,
+        metadata={"help": "Start over in an output folder that has results; its checkpoints are deleted."},
+    )
+    learning_rate: float = field(default=1e-3, metadata={"help": "Highest learning rate."})
+    warmup_steps: float = field(default=0.05, metadata={"help": "Steps of warm-up; below 1, a share of all steps."})
+    weight_decay: float = field(default=0.05, metadata={"help": "Weight decay of matrices."})
+    logging_steps: float = field(default=50, metadata={"help": "Steps between logs; below 1, a share of all steps."})
+    save_total_limit: int | None = field(default=2, metadata={"help": "Most checkpoints to keep."})
+    prediction_loss_only: bool = field(default=True, metadata={"help": "Evaluations return the loss only."})
+
+    def __post_init__(self) -> None:
+        if self.output_dir is None:
+            raise BadInput("--output_dir is missing: the folder to write to.")
+        if not torch.accelerator.is_available():
+            self.dataloader_pin_memory = False  # of no use, and torch warns about it
+        super().__post_init__()
+
+
+def parse_arguments(classes: tuple[type, ...], argv: Sequence[str] | None = None) -> tuple[Any, ...]:
+    """Instances of the dataclasses, from flags or from the only argument, a `.yaml`, `.yml` or `.json` file.
+
+    Raises:
+        BadInput: A file that is missing or cannot be read, or has keys that nobody knows.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = HfArgumentParser(classes)  # type: ignore[arg-type]
+    if len(argv) != 1 or not argv[0].endswith((".yaml", ".yml", ".json")):
+        return parser.parse_args_into_dataclasses(args=argv)
+    path = Path(argv[0])
+    if not path.is_file():
+        raise BadInput(f"{path}: there is no such file.")
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise BadInput(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from error
+    if not isinstance(values, dict):
+        raise BadInput(f"{path} must contain keys and values, such as 'output_dir: outputs/run'.")
+    types = {name: kind for cls in classes for name, kind in _field_types(cls).items()}
+    for key, value in values.items():
+        if key not in types:
+            raise BadInput(f"{path}: unknown key {key!r}" + did_you_mean(key, types))
+        if isinstance(value, str) and float in types[key] and str not in types[key]:
+            try:
+                values[key] = float(value)  # YAML reads 2e-3, without a point, as text
+            except ValueError:
+                raise BadInput(f"{path}: {key} must be a number, got {value!r}.") from None
+    return parser.parse_dict(values)
+
+
+def _field_types(cls: type) -> dict[str, set[Any]]:
+    hints = typing.get_type_hints(cls)
+    fields = [f for f in dataclasses.fields(cls) if f.init]
+    return {f.name: {hints[f.name], *typing.get_args(hints[f.name])} for f in fields}
+
+
+def _json(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise BadInput(f"--{name} is not valid JSON ({error}): {text}") from None
+
+
+def _pairs(text: str) -> dict[str, Any]:
+    pairs = {}
+    for part in text.split(","):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not key or not value:
+            raise BadInput(f"--config_overrides must look like key=value,key=value; got {part!r}.")
+        try:
+            pairs[key] = json.loads({"True": "true", "False": "false", "None": "null"}.get(value, value))
+        except ValueError:
+            pairs[key] = value  # a word
+    return pairs
+
+
+def _allowed(names: Any) -> str:
+    return f". Allowed: {', '.join(names)}."

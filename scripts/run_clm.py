@@ -1,0 +1,41 @@
+"""Train a hybrid language model to continue text, or continue from a checkpoint.
+
+    python scripts/run_clm.py --output_dir outputs/clm                    # standard library docstrings, default mixers
+    python scripts/run_clm.py --output_dir outputs/clm --train_file my.txt --packing documents \
+        --layer_pattern gla,standard --config_overrides hidden_size=192,num_hidden_layers=6
+    python scripts/run_clm.py settings.yaml                               # the same flags as keys of a file
+
+Running a command again resumes from its last checkpoint. `metrics.json` in the output folder holds the held-out loss
+before and after, beside that of knowing only the token frequencies.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import AutoModelForCausalLM, Trainer
+
+import frankenstein_hf  # noqa: F401  (registers the models)
+from frankenstein_hf.data import CausalLMCollator
+from frankenstein_hf.training.arguments import DataArguments, ModelArguments, ProgramArguments, parse_arguments
+from frankenstein_hf.training.programs import Run, run_main
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the program; returns the metrics."""
+    model_args, data_args, training_args = parse_arguments((ModelArguments, DataArguments, ProgramArguments), argv)
+    run = Run("clm", AutoModelForCausalLM, model_args, data_args, training_args)
+
+    tokenizer, train_dataset, eval_dataset = run.prepare_data()
+    trainer = Trainer(
+        model=run.build_model(),
+        args=training_args,
+        data_collator=CausalLMCollator(tokenizer),
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer,
+    )
+    return run.train_and_evaluate(trainer)
+
+
+if __name__ == "__main__":
+    run_main(main)

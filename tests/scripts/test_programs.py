@@ -1,0 +1,250 @@
+"""The training programs: what they leave behind, resuming, files of flags, and bad input."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, pipeline
+
+from frankenstein_hf.data.atomic import write_json
+from frankenstein_hf.training import callbacks, programs
+from frankenstein_hf.training.arguments import BadInput
+from frankenstein_hf.training.checkpoints import checkpoint_problem, last_complete_checkpoint
+
+from .conftest import TINY
+
+
+def _weights(folder):
+    return load_file(Path(folder) / "model.safetensors")
+
+
+def _equal(one, two):
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_run_leaves_a_model_a_tokenizer_and_metrics(program, flags, tmp_path):
+    metrics = program.main(flags(learning_rate=0.01))
+    out = tmp_path / "out"
+    assert json.loads((out / "metrics.json").read_text()) == metrics
+    assert metrics["train"]["steps"] == 4 and metrics["after"]["loss"] < metrics["before"]["loss"]
+    assert 2 < metrics["unigram"]["loss"] < metrics["before"]["loss"]
+    assert not [path for path in out.rglob("*") if ".saving" in path.name or path.suffix == ".tmp"]
+    task, auto = ("fill-mask", AutoModelForMaskedLM) if "mlm" in program.__name__ else ("text-generation", None)
+    model = (auto or AutoModelForCausalLM).from_pretrained(out)
+    use = pipeline(task, model=model, tokenizer=AutoTokenizer.from_pretrained(out))
+    assert use("Paragraph [MASK] says") if auto else use("Paragraph", max_new_tokens=3)
+
+
+def test_an_interrupted_run_keeps_a_checkpoint_and_goes_on_as_if_nothing_had_happened(
+    program, flags, tmp_path, monkeypatch
+):
+    extra = {"gradient_accumulation_steps": 2, "save_steps": 3}
+    if program.__name__ == "run_mlm":
+        extra |= {"mask_rate": 0.6, "final_mask_rate": 0.1, "packing": "documents", "block_size": 64}
+    program.main(flags("whole", **extra))
+
+    def press_ctrl_c(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(callbacks.Progress, "on_step_end", press_ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            program.main(flags("parts", **extra))
+    parts = tmp_path / "parts"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert last_complete_checkpoint(parts) == parts / "checkpoint-2"
+    assert not (parts / "metrics.json").exists() and not (parts / "model.safetensors").exists()
+
+    metrics = program.main(flags("parts", **extra))
+    assert metrics["train"]["steps"] == 4
+    whole = json.loads((tmp_path / "whole" / "metrics.json").read_text())
+    assert (metrics["before"], metrics["after"]) == (whole["before"], whole["after"])
+    assert _equal(_weights(parts), _weights(tmp_path / "whole"))
+    assert _equal(_weights(parts), _weights(parts / "checkpoint-4"))
+
+    program.main(flags("parts", **extra))  # finished: nothing is trained, nothing changes
+    assert _equal(_weights(parts), _weights(tmp_path / "whole"))
+
+
+def test_a_checkpoint_cut_short_is_not_resumed_from(flags, tmp_path, capsys):
+    import run_clm
+
+    run_clm.main(flags())
+    out = tmp_path / "out"
+    expected = _weights(out)
+    (out / "metrics.json").unlink()
+    weights = out / "checkpoint-4" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "model.safetensors is truncated" in checkpoint_problem(out / "checkpoint-4")
+    state = out / "checkpoint-2" / "trainer_state.json"
+    complete = state.read_text()
+    state.write_text(complete[:50])
+    assert "trainer_state.json" in checkpoint_problem(out / "checkpoint-2")
+    with pytest.raises(BadInput, match="no complete checkpoint"):
+        run_clm.main(flags())
+    state.write_text(complete)
+    optimizer = out / "checkpoint-2" / "optimizer.pt"
+    whole = optimizer.read_bytes()
+    optimizer.write_bytes(whole[:-10])
+    assert "optimizer.pt is truncated" in checkpoint_problem(out / "checkpoint-2")
+    optimizer.write_bytes(whole)
+
+    saved = torch.load(optimizer, weights_only=True)  # as if the parameters had been in another order then
+    group = saved["param_groups"][0]["params"]
+    saved["state"][group[0]], saved["state"][group[1]] = saved["state"][group[1]], saved["state"][group[0]]
+    torch.save(saved, optimizer)
+    with pytest.raises(BadInput, match="optimizer state"):
+        run_clm.main(flags())
+    optimizer.write_bytes(whole)
+    capsys.readouterr()
+    run_clm.main(flags())
+    captured = capsys.readouterr()
+    output = captured.out
+    assert "missing keys" not in captured.err
+    assert "Removed checkpoint-4" in output and "Resuming from" in output and "checkpoint-2" in output
+    assert _equal(_weights(out), expected)
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_a_file_of_flags_says_the_same_as_flags(flags, text, tmp_path, suffix):
+    import run_mlm
+
+    run_mlm.main(flags("by_flags", learning_rate="2e-3", max_steps=2, mixer_params='{"gated_deltanet": {}}'))
+    settings = {"output_dir": str(tmp_path / "by_file"), "train_file": str(text), **TINY, "max_steps": 2}
+    settings["layer_pattern"] = ["gated_deltanet", "standard"]
+    settings["config_overrides"] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    settings["mixer_params"] = {"gated_deltanet": {}}
+    file = tmp_path / f"settings.{suffix}"
+    lines = [f"{key}: {json.dumps(value)}\n" for key, value in settings.items()]
+    if suffix == "yaml":
+        file.write_text("".join(lines) + "learning_rate: 2e-3\n")  # YAML 1.1 takes this for text
+    else:
+        file.write_text(json.dumps({**settings, "learning_rate": 2e-3}))
+    run_mlm.main([str(file)])
+    assert _equal(_weights(tmp_path / "by_flags"), _weights(tmp_path / "by_file"))
+
+
+BAD = {
+    "missing file": ({"train_file": "nowhere.txt"}, "nowhere.txt: there is no such file"),
+    "unknown type": ({"train_file": "text.doc"}, r"'\.doc'.*\.parquet"),
+    "two sources": ({"dataset_name": "some/dataset"}, "not both"),
+    "validation only": ({"train_file": None, "validation_file": "x.txt"}, "needs --train_file"),
+    "config of no dataset": ({"dataset_config_name": "en"}, "needs --dataset_name"),
+    "unknown mixer": ({"layer_pattern": "gated_deltanet,standart"}, "did you mean 'standard'"),
+    "unknown parameter": ({"mixer_params": '{"gated_deltanet": {"headz": 2}}'}, "headz"),
+    "broken JSON": ({"mixer_params": "{swa: 3}"}, "--mixer_params is not valid JSON"),
+    "unknown key": ({"config_overrides": "hiden_size=8"}, "did you mean 'hidden_size'"),
+    "no pair": ({"config_overrides": "hidden_size"}, "key=value"),
+    "vocabulary in the wrong place": ({"config_overrides": "vocab_size=99"}, "--vocab_size"),
+    "impossible size": ({"config_overrides": "hidden_size=17,num_hidden_layers=2"}, "not divisible"),
+    "unknown packing": ({"packing": "block"}, "did you mean 'blocks'"),
+    "negative length": ({"block_size": -1}, "--block_size -1 must be at least 1"),
+    "nothing to resume": ({"resume_from_checkpoint": "checkpoint-9"}, "no such folder"),
+    "no checkpoint": ({"resume_from_checkpoint": "true"}, "no checkpoint to resume from"),
+    "two models": ({"model_name_or_path": "some/model"}, "cannot be chosen with --model_name_or_path"),
+    "no place to write": ({"output_dir": None}, "--output_dir is missing"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_named_before_anything_is_written(case, flags, tmp_path, monkeypatch):
+    import run_clm
+
+    changes, message = BAD[case]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(programs, "load_texts", lambda *args: pytest.fail("data was read before the check"))
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(BadInput, match=message):
+        run_clm.main(flags(**changes))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_bad_files_of_flags_and_bad_mask_rates_are_named(flags, tmp_path):
+    import run_mlm
+
+    file = tmp_path / "settings.yaml"
+    for content, message in (
+        ("learning_rat: 1", "did you mean 'learning_rate'"),
+        ("- 1", "keys and values"),
+        ("a: [", "not valid YAML"),
+        ("output_dir: x\nlearning_rate: fast", "must be a number"),
+    ):
+        file.write_text(content)
+        with pytest.raises(BadInput, match=message):
+            run_mlm.main([str(file)])
+    with pytest.raises(BadInput, match="no such file"):
+        run_mlm.main([str(tmp_path / "absent.json")])
+    with pytest.raises(BadInput, match="--final_mask_rate 2"):
+        run_mlm.main(flags(final_mask_rate=2))
+
+
+def test_a_used_output_folder_is_not_overwritten_unasked(flags, tmp_path):
+    import run_clm
+
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.txt").write_text("precious")
+    with pytest.raises(BadInput, match="not empty"):
+        run_clm.main(flags(max_steps=2))
+    run_clm.main([*flags(max_steps=2), "--overwrite_output_dir"])
+    assert (out / "thesis.txt").read_text() == "precious"
+    with pytest.raises(BadInput, match=r"another model: layer_pattern is \['gated_deltanet', 'standard'\]"):
+        run_clm.main(flags(max_steps=2, layer_pattern="gla"))
+    run_clm.main([*flags(max_steps=2, layer_pattern="gla"), "--overwrite_output_dir"])
+    assert json.loads((out / "config.json").read_text())["layer_pattern"] == ["gla"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_tables_are_read_and_their_column_of_text_is_found(kind, flags, tmp_path):
+    import run_clm
+    from datasets import Dataset
+
+    rows = {"number": list(range(30)), "body": [f"Row {i} of a table with text in it." for i in range(30)]}
+    path = tmp_path / f"table.{kind}"
+    writer = {"jsonl": "to_json", "csv": "to_csv", "parquet": "to_parquet"}[kind]
+    getattr(Dataset.from_dict(rows), writer)(path)
+    if kind == "csv":
+        with pytest.raises(BadInput, match=r"--text_column 'text'.*body"):
+            run_clm.main(flags(train_file=path, text_column="text"))
+    metrics = run_clm.main(flags(train_file=path, validation_file=path, max_steps=1, max_train_samples=20))
+    assert metrics["data"]["documents"] == {"train": 20, "validation": 30}
+
+
+def test_training_goes_on_from_a_checkpoint_and_can_be_pushed(flags, tmp_path, monkeypatch):
+    import run_clm
+
+    run_clm.main(flags(max_steps=2))
+    pushed = []
+    monkeypatch.setattr("transformers.Trainer.push_to_hub", lambda self, **card: pushed.append(card))
+    monkeypatch.setattr("transformers.Trainer.init_hf_repo", lambda self, *args, **kwargs: None)
+    monkeypatch.setattr("transformers.Trainer._push_from_checkpoint", lambda self, folder: None)
+    old = str(tmp_path / "out")
+    changes = {"model_name_or_path": old, "layer_pattern": None, "config_overrides": None, "max_steps": 1}
+    metrics = run_clm.main([*flags("next", **changes), "--push_to_hub"])
+    assert metrics["before"] == json.loads((tmp_path / "out" / "metrics.json").read_text())["after"]
+    assert pushed == [{"tasks": "text-generation", "finetuned_from": old}]
+
+
+def test_a_failed_write_leaves_the_old_file(flags, tmp_path, monkeypatch):
+    path = write_json(tmp_path / "metrics" / "metrics.json", {"loss": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"loss": object()})
+    monkeypatch.setattr(os, "replace", lambda *args: pytest.fail("interrupted"))
+    with pytest.raises(pytest.fail.Exception):
+        write_json(path, {"loss": 2})
+    assert json.loads(path.read_text()) == {"loss": 1}
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_bad_input_ends_a_program_with_one_line_and_a_status(capsys):
+    def bad():
+        raise BadInput("--block_size 0 must be at least 1.")
+
+    with pytest.raises(SystemExit) as end:
+        programs.run_main(bad)
+    assert end.value.code == 2 and "error: --block_size 0" in capsys.readouterr().err
