@@ -1,0 +1,165 @@
+"""Associative recall in miniature: one layer must give back the value that was stored with a key.
+
+    python scripts/eval_recall.py --mixers standard gated_deltanet gla --pairs 4 8 64
+    python scripts/eval_recall.py --json recall.json --plot recall.png      # every causal mixer; hours on two cores
+
+A sequence is n stacked pairs [k_i; v_i] of random directions with 16 channels each, then every key again in another
+order. The layer (norm, mixer, residual, norm, projection) answers each with a vector; it is right when that is nearest
+to the value of the right pair among the n. Trained for 250 steps by cross-entropy over the n candidates; for each mixer
+and n, the best learning rate of a sweep is chosen on its first seed, and the mean accuracy over all seeds is reported,
+on sequences never seen. Neighbouring pairs have nothing to do with each other, so short convolutions are switched off
+where a mixer lets them be. With keys of 16 channels a state of fixed size cannot hold 64 pairs exactly; softmax
+attention can.
+"""
+
+import dataclasses
+import json
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import HfArgumentParser
+
+import frankenstein_hf as fhf
+from frankenstein_hf.configuration.registries import MIXERS
+
+WIDTH = 16  # channels of keys and of values
+HIDDEN = 64
+TEMPERATURE = 0.1
+
+
+@dataclass
+class Arguments:
+    """What to evaluate."""
+
+    mixers: list[str] = field(
+        default_factory=lambda: sorted(s.name for s in MIXERS if s.causal and not s.needs_input_ids),
+        metadata={"help": "mixers to compare"},
+    )
+    pairs: list[int] = field(default_factory=lambda: [4, 8, 16, 32, 64], metadata={"help": "numbers of stored pairs"})
+    learning_rates: list[float] = field(default_factory=lambda: [3e-3, 1e-2, 3e-2], metadata={"help": "the sweep"})
+    seeds: int = field(default=2, metadata={"help": "runs at the best learning rate"})
+    steps: int = field(default=250, metadata={"help": "training steps"})
+    batch_size: int = field(default=128, metadata={"help": "sequences a step"})
+    json: str | None = field(default=None, metadata={"help": "where to write the results"})
+    plot: str | None = field(default=None, metadata={"help": "where to draw accuracy against pairs (needs 'plots')"})
+
+    def __post_init__(self) -> None:
+        for name in self.mixers:
+            spec = MIXERS.get(name)
+            if not spec.causal or spec.needs_input_ids:
+                raise ValueError(f"{name!r} cannot be evaluated: the task is causal and has no token ids.")
+        for name in ("seeds", "steps", "batch_size", *(f"pairs[{i}]" for i in range(len(self.pairs)))):
+            value = self.pairs[int(name[6:-1])] if name.startswith("pairs[") else getattr(self, name)
+            if value < 1:
+                raise ValueError(f"--{name} must be at least 1, got {value}.")
+
+
+class Recaller(nn.Module):
+    """One mixer with a single head whose keys and values have 16 channels."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        options = {field.name for field in dataclasses.fields(MIXERS.get(name).params)}
+        params = {option: False for option in ("use_short_conv", "short_conv") if option in options}
+        config = fhf.FrankensteinConfig(
+            vocab_size=2, hidden_size=HIDDEN, num_hidden_layers=1, num_attention_heads=1, head_dim=WIDTH,
+            intermediate_size=1,
+            mixer_params={name: params}, layer_pattern=name, initializer_range=HIDDEN**-0.5, tie_word_embeddings=False,
+        )  # fmt: skip
+        self.embed = nn.Linear(2 * WIDTH + 1, HIDDEN)
+        self.stack = fhf.FrankensteinModel(config, is_causal=True)
+        self.stack.layers[0].mlp = nn.Identity()  # the mixer alone has to remember
+        self.answer = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, pairs: Tensor) -> Tensor:
+        """[B, 2n, 33] -> answers [B, n, 16] to the second half."""
+        hidden = self.stack(inputs_embeds=self.embed(pairs), use_cache=False).last_hidden_state
+        return self.answer(hidden[:, pairs.shape[1] // 2 :])
+
+
+def batch(size: int, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Sequences [B, 2n, 33] (the last channel marks questions), the values [B, n, 16], the right pairs [B, n]."""
+    keys, values = (F.normalize(torch.randn(size, n, WIDTH, generator=generator), dim=-1) for _ in range(2))
+    asked = torch.rand(size, n, generator=generator).argsort(dim=1)
+    again = keys.gather(1, asked[..., None].expand(-1, -1, WIDTH))
+    stored = torch.cat([keys, values, torch.zeros(size, n, 1)], dim=-1)
+    questions = torch.cat([again, torch.zeros(size, n, WIDTH), torch.ones(size, n, 1)], dim=-1)
+    return torch.cat([stored, questions], dim=1) * WIDTH**0.5, values, asked
+
+
+def scores(model: Recaller, inputs: Tensor, values: Tensor) -> Tensor:
+    """Similarity of the answers to each stored value, [B, n, n]."""
+    return F.normalize(model(inputs), dim=-1) @ values.mT / TEMPERATURE
+
+
+def accuracy(name: str, n: int, learning_rate: float, seed: int, arguments: Arguments) -> float:
+    """Train one model and measure it on 512 new sequences."""
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(1000 + seed)
+    model = Recaller(name).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, arguments.steps, pct_start=0.1)
+    for _ in range(arguments.steps):
+        inputs, values, asked = batch(arguments.batch_size, n, generator)
+        optimizer.zero_grad()
+        F.cross_entropy(scores(model, inputs, values).flatten(0, 1), asked.flatten()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    model.eval()
+    with torch.no_grad():
+        inputs, values, asked = batch(512, n, torch.Generator().manual_seed(7))
+        return (scores(model, inputs, values).argmax(-1) == asked).double().mean().item()
+
+
+def evaluate(name: str, n: int, arguments: Arguments) -> dict[str, Any]:
+    """Sweep the learning rate on the first seed, repeat the best one on the others."""
+    sweep = {rate: accuracy(name, n, rate, 0, arguments) for rate in arguments.learning_rates}
+    best = max(sweep, key=lambda rate: sweep[rate])
+    runs = [sweep[best], *(accuracy(name, n, best, seed, arguments) for seed in range(1, arguments.seeds))]
+    return {"accuracy": statistics.mean(runs), "runs": runs, "learning_rate": best, "sweep": sweep}
+
+
+def draw(results: dict[str, dict[int, dict[str, Any]]], path: Path) -> None:
+    """Accuracy against the number of pairs, a line a mixer."""
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ImportError("--plot needs matplotlib: pip install 'frankenstein_hf[plots]'") from error
+    figure, axes = pyplot.subplots(figsize=(7, 5))
+    for name, row in results.items():
+        axes.plot(list(row), [cell["accuracy"] for cell in row.values()], marker="o", label=name)
+    axes.set(xscale="log", xlabel="stored pairs", ylabel="accuracy", ylim=(0, 1.02))
+    axes.set_xticks(list(next(iter(results.values()))), labels=[str(n) for n in next(iter(results.values()))])
+    axes.legend(fontsize=7, ncols=2)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main(argv: list[str] | None = None) -> dict[str, dict[int, dict[str, Any]]]:
+    """Evaluate and print a Markdown table; returns accuracies by mixer and number of pairs."""
+    (arguments,) = HfArgumentParser(Arguments).parse_args_into_dataclasses(argv)  # type: ignore[arg-type]
+    print(f"| mixer | {' | '.join(f'{n} pairs' for n in arguments.pairs)} |\n|---|{'---|' * len(arguments.pairs)}")
+    results: dict[str, dict[int, dict[str, Any]]] = {}
+    for name in arguments.mixers:
+        results[name] = {n: evaluate(name, n, arguments) for n in arguments.pairs}
+        cells = (f"{cell['accuracy']:.1%} (lr {cell['learning_rate']:g})" for cell in results[name].values())
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        if arguments.json:
+            target = Path(arguments.json)
+            partial = target.with_suffix(".tmp")
+            partial.write_text(json.dumps({"arguments": vars(arguments), "results": results}, indent=1))
+            partial.replace(target)
+    if arguments.plot:
+        draw(results, Path(arguments.plot))
+    return results
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
