@@ -1,6 +1,6 @@
 """Any sequence mixer in a Hugging Face model, chosen per layer by name.
 
-Importing the package registers the model family with transformers' Auto classes.
+Importing the package registers the model family with transformers' Auto classes and the optimizers with its `Trainer`.
 """
 
 from .attention_interface import register_attention_implementations
@@ -15,10 +15,20 @@ from .modeling.modeling_frankenstein import (
     FrankensteinModel,
     FrankensteinPreTrainedModel,
 )
+from .optim import (
+    create_optimizer,
+    describe_groups,
+    list_optimizers,
+    optimizer_spec,
+    trainer_callbacks,
+    trainer_optimizer,
+)
+from .optim.trainer import register_with_trainer
 
 register()
 connect()
 register_attention_implementations()
+register_with_trainer()
 
 __all__ = [
     "FrankensteinConfig",
@@ -27,7 +37,13 @@ __all__ = [
     "FrankensteinModel",
     "FrankensteinPreTrainedModel",
     "__version__",
+    "create_optimizer",
+    "describe_groups",
     "list_mixers",
+    "list_optimizers",
     "mixer_spec",
+    "optimizer_spec",
     "register_mixer",
+    "trainer_callbacks",
+    "trainer_optimizer",
 ]

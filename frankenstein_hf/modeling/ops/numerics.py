@@ -43,9 +43,21 @@ def decay_exp(log_decay: Tensor) -> Tensor:
     return F.threshold(log_decay.clamp_min(LOG_TINY).exp(), TINY, 0.0)
 
 
+class _FlushTiny(torch.autograd.Function):
+    """Flushes values and gradients; a value that is zero still receives its gradient, which hardshrink denies it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return F.hardshrink(x, TINY)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return flush_tiny(grad)
+
+
 def flush_tiny(x: Tensor) -> Tensor:
-    """`x` with entries below 1e-26 in magnitude replaced by exact zeros."""
-    return F.hardshrink(x, TINY)
+    """`x` with entries below 1e-26 in magnitude replaced by exact zeros; its gradient is passed on likewise."""
+    return _FlushTiny.apply(x) if x.requires_grad and torch.is_grad_enabled() else F.hardshrink(x, TINY)
 
 
 def split_chunks(x: Tensor, size: int) -> Tensor:

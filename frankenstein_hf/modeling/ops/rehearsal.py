@@ -139,18 +139,6 @@ def _load(inputs: list[Tensor], part: slice, dtype: torch.dtype) -> list[Tensor]
     return [x.to(dtype) for x in (q[:, part], k[:, pairs], v[:, pairs], w[:, part], g[:, part])]
 
 
-class _Flush(torch.autograd.Function):
-    """`flush_tiny` of a tensor and of its gradient; the gradient of an exact zero is not zero."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return flush_tiny(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return flush_tiny(grad)
-
-
 def _segment(inputs: list[Tensor], S: Tensor, C: int) -> tuple[Tensor, Tensor]:
     """What `_load` returned -> output [B·H, L, V] and the state after the segment."""
     q, k, v, w, g = inputs
@@ -172,7 +160,7 @@ def _segment(inputs: list[Tensor], S: Tensor, C: int) -> tuple[Tensor, Tensor]:
     scores = ((q @ k.mT).unfold(3, W, 1) * read[..., None]).flatten(3, 4)  # of queries, [N, B·H, C, C·W]
     select = torch.eye(J, dtype=dtype, device=q.device).unfold(1, W, 1)  # [J, C, W]: pair i is what token t rehearses
     remains = (select * to_end.unsqueeze(2)).flatten(3, 4)  # of pairs, [N, B·H, J, C·W]
-    by_value, by_state = _Flush.apply(torch.cat([scores, remains], dim=2) @ written).split(J, dim=-1)
+    by_value, by_state = flush_tiny(torch.cat([scores, remains], dim=2) @ written).split(J, dim=-1)
     (by_value, kept_value), (by_state, kept_state) = (x.split([C, J], dim=2) for x in (by_value, by_state))
 
     added, removed = k.mT @ (kept_value @ v), k.mT @ kept_state
@@ -180,7 +168,7 @@ def _segment(inputs: list[Tensor], S: Tensor, C: int) -> tuple[Tensor, Tensor]:
     for k_n, decay, add, remove in zip(k.unbind(), since[:, :, -1:].unbind(), added.unbind(), removed.unbind()):
         states.append(S)
         held.append(k_n @ S)
-        S = _Flush.apply(torch.baddbmm(torch.addcmul(add, decay, S), remove, held[-1], alpha=-1))
+        S = flush_tiny(torch.baddbmm(torch.addcmul(add, decay, S), remove, held[-1], alpha=-1))
     o = (q @ torch.stack(states)) * since + by_value @ v - by_state @ torch.stack(held)
     return o.transpose(0, 1).flatten(1, 2)[:, :L], S
 

@@ -1,0 +1,166 @@
+"""Optimizers by name: looking them up, building them for a model, handing them to transformers' `Trainer`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..configuration.component import did_you_mean
+from .grouping import NO_DECAY, ROLES, ParameterInfo, classify, split
+from .spec import GROUP_PARAMS, OPTIMIZERS, AdamParams, OptimizerParams, OptimizerSpec, load
+
+Groups = Mapping[str, Mapping[str, Any]]
+
+
+def list_optimizers(family: str | None = None) -> list[str]:
+    """Sorted names of the optimizers, of one family if given.
+
+    Raises:
+        ValueError: Unknown family; the message lists the known ones.
+    """
+    return OPTIMIZERS.names(family)
+
+
+def optimizer_spec(name: str) -> OptimizerSpec:
+    """What the optimizer called `name` is: parameters, defaults, state, reference.
+
+    Raises:
+        ValueError: Unknown name; the message gives the nearest one.
+    """
+    return OPTIMIZERS.get(name)
+
+
+def create_optimizer(model: nn.Module, name: str, *, groups: Groups | None = None, **params: Any) -> Any:
+    """An optimizer for every trainable parameter of `model`, grouped by role.
+
+    Weight decay acts on the matrices only (roles "attention" and "other"), unless a group asks for its own.
+
+    Args:
+        model: Any module; see `frankenstein_hf.optim.grouping` for how roles are found.
+        name: One of `list_optimizers()`.
+        groups: Settings by role ("embeddings", "norms", "attention", "other"): lr, weight_decay, betas, eps.
+        params: Hyperparameters of the method; see `optimizer_spec(name).params`.
+
+    Returns:
+        A `torch.optim.Optimizer` whose parameter groups carry "role" (and, for methods that treat matrices specially,
+        "kind" and "layout").
+
+    Raises:
+        ValueError: An unknown name, role or hyperparameter, a value out of range, or nothing to train.
+    """
+    spec = OPTIMIZERS.get(name)
+    settings = spec.params.from_dict(params, name)
+    return load(spec.implementation)(parameter_groups(model, spec, settings, groups), **settings.as_dict())
+
+
+def parameter_groups(
+    model: nn.Module, spec: OptimizerSpec, settings: OptimizerParams, groups: Groups | None = None
+) -> list[dict[str, Any]]:
+    """torch's parameter groups for `spec`, with names, roles and the hyperparameters of each."""
+    overrides = _check_groups(spec, settings, groups)
+    infos = classify(model)
+    if not infos:
+        raise ValueError(f"The model has no trainable parameter for {spec.name!r}.")
+    result = []
+    for role, members in split(infos, spec.by_kind or bool(spec.fallback)):
+        group: dict[str, Any] = {"params": [(info.name, info.parameter) for info in members], "role": role}
+        if spec.by_kind or spec.fallback:
+            group |= {"kind": members[0].kind, "layout": members[0].layout}
+        group |= _settings_of(role, members[0], spec, settings) | overrides.get(role, {})
+        result.append(group)
+    return result
+
+
+def _settings_of(role: str, info: ParameterInfo, spec: OptimizerSpec, settings: Any) -> dict[str, Any]:
+    values = settings.as_dict()
+    if info.kind in spec.fallback:
+        values |= {"method": "adamw", **{key: values[f"adamw_{key}"] for key in ("lr", "betas", "eps")}}
+    return values | ({"weight_decay": 0.0} if role in NO_DECAY else {})
+
+
+def _check_groups(spec: OptimizerSpec, settings: OptimizerParams, groups: Groups | None) -> dict[str, dict[str, Any]]:
+    """`groups` with every value checked."""
+    if groups is not None and not isinstance(groups, Mapping):
+        raise ValueError(f"groups must be a dict of roles and their settings, got {groups!r}.")
+    checked = {}
+    for role, values in (groups or {}).items():
+        if role not in ROLES:
+            raise ValueError(f"Unknown role {role!r}" + did_you_mean(role, ROLES))
+        if not isinstance(values, Mapping):
+            raise ValueError(f"groups[{role!r}] must be a dict of settings, got {values!r}.")
+        falls_back = {"embeddings": "table", "norms": "vector"}.get(role, "matrix") in spec.fallback
+        cls: type[OptimizerParams] = AdamParams if falls_back else spec.params
+        allowed = [key for key in GROUP_PARAMS if key in cls.types()]
+        for key in values:
+            if key not in allowed:
+                raise ValueError(
+                    f"{spec.name!r}: group {role!r} cannot have its own {key!r}" + did_you_mean(key, allowed)
+                )
+        fields = cls.from_dict(values, f"{spec.name}, group {role!r}").as_dict()
+        checked[role] = {key: fields[key] for key in values}
+    return checked
+
+
+def describe_groups(model: nn.Module, name: str, *, groups: Groups | None = None, **params: Any) -> str:
+    """Print, and return, which parameters the optimizer `name` would treat how.
+
+    One line a group (role, method, learning rate, weight decay, tensors, numbers), then its parameters, with the
+    numbers of layers collapsed: `model.layers.*.mixer.q_proj.weight ×6`.
+    """
+    spec = OPTIMIZERS.get(name)
+    lines = []
+    for group in parameter_groups(model, spec, spec.params.from_dict(params, name), groups):
+        tensors = [p for _, p in group["params"]]
+        kind = f" ({group['kind']}, {group['layout']})" if "kind" in group else ""
+        own = " ".join(f"{key}={group[key]}" for key in GROUP_PARAMS if key in group)
+        lines.append(
+            f"{group['role']}{kind}: {group.get('method', name)} {own}: {len(tensors)} tensors, "
+            f"{sum(p.numel() for p in tensors):,} numbers"
+        )
+        counts: dict[tuple[str, tuple[int, ...]], int] = {}
+        for full, p in group["params"]:
+            key = (".".join("*" if part.isdigit() else part for part in full.split(".")), tuple(p.shape))
+            counts[key] = counts.get(key, 0) + 1
+        lines += [f"    {short} {list(shape)}" + (f" ×{n}" if n > 1 else "") for (short, shape), n in counts.items()]
+    text = "\n".join(lines)
+    print(text)
+    return text
+
+
+# ---------------------------------------------------------------------- transformers' Trainer
+
+
+class OptimizerFactory:
+    """First item of `optimizer_cls_and_kwargs`: `Trainer` calls `OptimizerFactory()(model, **kwargs)`."""
+
+    def __call__(self, model: nn.Module, *, name: str, **kwargs: Any) -> torch.optim.Optimizer:
+        """`create_optimizer(model, name, **kwargs)`."""
+        return create_optimizer(model, name, **kwargs)
+
+
+def trainer_optimizer(
+    name: str, *, groups: Groups | None = None, **params: Any
+) -> tuple[type[OptimizerFactory], dict[str, Any]]:
+    """The `optimizer_cls_and_kwargs` of transformers' `Trainer`.
+
+    `Trainer(model, args, optimizer_cls_and_kwargs=fhf.trainer_optimizer("lion", lr=3e-4), …)`. The hyperparameters are
+    those given here; `TrainingArguments`' learning rate, betas and weight decay play no part. Add
+    `callbacks=fhf.trainer_callbacks(name)` where `optimizer_spec(name).needs` is "callback".
+
+    Args:
+        name, groups, params: As for `create_optimizer`.
+
+    Raises:
+        ValueError: As `create_optimizer`, at once.
+    """
+    spec = OPTIMIZERS.get(name)
+    settings = spec.params.from_dict(params, name)
+    _check_groups(spec, settings, groups)
+    return OptimizerFactory, {"name": name, "groups": groups, **params}
+
+
+def trainer_callbacks(name: str) -> list[Any]:
+    """The callbacks `Trainer` needs beside the optimizer called `name`; often none."""
+    spec = OPTIMIZERS.get(name)
+    return [load(spec.callback)()] if spec.callback else []

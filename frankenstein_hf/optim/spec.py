@@ -1,0 +1,146 @@
+"""What an optimizer's specification says, and the registry of all of them."""
+
+import dataclasses
+import math
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ..configuration.component import ComponentSpec, Params, Registry, describe_range, param
+
+NEEDS = ("nothing", "callback", "trainer")
+# What a user may set per role in `groups`, where the method has it.
+GROUP_PARAMS = ("lr", "weight_decay", "betas", "eps")
+
+
+def below_one(default: Any, doc: str, *, minimum: float = 0.0) -> Any:
+    """A `param` in [minimum, 1): decay rates, or tuples of them."""
+    field = param(default, doc, minimum=minimum, maximum=1.0)
+    field.metadata = {**field.metadata, "below": 1.0}
+    return field
+
+
+def optimizer_range(field: dataclasses.Field) -> str:
+    """`describe_range`, which also knows the half-open ranges of `below_one`."""
+    if "below" in field.metadata:
+        return f"≥ {field.metadata['minimum']} and < {field.metadata['below']}"
+    return describe_range(field)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerParams(Params):
+    """Hyperparameters every optimizer has; a method redeclares `lr` with its own default."""
+
+    lr: float = param(1e-3, "learning rate", minimum=0.0)
+    weight_decay: float = param(0.0, "decoupled weight decay of matrices", minimum=0.0)
+
+    def __post_init__(self) -> None:
+        hints = self.types()
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if "below" in field.metadata:
+                for number in value if isinstance(value, (list, tuple)) else [value]:
+                    if isinstance(number, (int, float)) and not field.metadata["minimum"] <= number < 1.0:
+                        raise ValueError(f"parameter '{field.name}' must be {optimizer_range(field)}, got {value!r}.")
+            items = typing.get_args(hints[field.name])
+            if typing.get_origin(hints[field.name]) is tuple and isinstance(value, (list, tuple)):
+                if Ellipsis not in items and len(value) != len(items):
+                    raise ValueError(f"parameter '{field.name}' needs {len(items)} numbers, got {value!r}.")
+                object.__setattr__(self, field.name, tuple(value))
+        super().__post_init__()
+        if math.isinf(self.lr):
+            raise ValueError(f"parameter 'lr' must be finite, got {self.lr!r}.")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The values by name, as torch's parameter groups keep them."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamParams(OptimizerParams):
+    """Of methods with Adam's two moments."""
+
+    betas: tuple[float, float] = below_one((0.9, 0.999), "decay rates of the first and second moment")
+    eps: float = param(1e-8, "added to the root of the second moment", minimum=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridParams(OptimizerParams):
+    """Of methods for matrices, whose other parameters an inner AdamW trains."""
+
+    adamw_lr: float = param(1e-3, "learning rate of the parameters AdamW trains", minimum=0.0)
+    adamw_betas: tuple[float, float] = below_one((0.9, 0.95), "their decay rates")
+    adamw_eps: float = param(1e-8, "their eps", minimum=0.0)
+
+
+def floats(per_element: float) -> Callable[[Any, Sequence[int], str], int]:
+    """A `state_bytes` of so many fp32 numbers for each element of the parameter."""
+    return lambda params, shape, kind: int(4 * per_element * math.prod(shape))
+
+
+def or_adamw(
+    state_bytes: Callable[[Any, Sequence[int], str], int], kinds: frozenset[str] = frozenset({"table", "vector"})
+) -> Callable[[Any, Sequence[int], str], int]:
+    """`state_bytes`, but AdamW's two moments for parameters of `kinds`."""
+    return lambda params, shape, kind: (floats(2) if kind in kinds else state_bytes)(params, shape, kind)
+
+
+_NO_STATE = floats(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSpec(ComponentSpec):
+    """An optimizer; `implementation` is "module:Class" below this package.
+
+    Attributes:
+        params: Its `OptimizerParams`; their defaults are the documented ones.
+        state_bytes: `(params, shape, kind) -> bytes` kept for an fp32 (or 16-bit) parameter; `kind` is "matrix",
+            "table" or "vector" (see `grouping`). Every tensor counts, plain numbers do not.
+        shared_state_bytes: `(params, [(shape, kind), …]) -> bytes` kept once for all parameters.
+        needs: What must join it in transformers' `Trainer`: "nothing", "callback" (see `trainer_callbacks`), or
+            "trainer" (a subclass of `Trainer`).
+        callback: "module:Class" of the callback, built without arguments.
+        by_kind: Parameters of different kinds come in different groups, each with its "kind" and "layout".
+        fallback: Kinds that the inner AdamW trains; implies `by_kind`.
+        closure: `step` needs a closure that recomputes the loss.
+        gradient: Uses gradients at all.
+        small_params: Values at which a few steps on tiny tensors reach every branch; tests run with them.
+    """
+
+    params: type[OptimizerParams] = OptimizerParams
+    state_bytes: Callable[[Any, Sequence[int], str], int] = _NO_STATE
+    shared_state_bytes: Callable[[Any, Sequence[tuple[Sequence[int], str]]], int] = lambda params, shapes: 0
+    needs: str = "nothing"
+    callback: str = ""
+    by_kind: bool = False
+    fallback: frozenset[str] = frozenset()
+    closure: bool = False
+    gradient: bool = True
+    small_params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.needs not in NEEDS:
+            raise ValueError(f"Optimizer {self.name!r}: needs must be one of {NEEDS}, got {self.needs!r}.")
+        if self.fallback and not issubclass(self.params, HybridParams):
+            raise ValueError(f"Optimizer {self.name!r}: with a fallback its params must be HybridParams.")
+
+
+def _discover() -> list[OptimizerSpec]:
+    """The `SPECS` of every module beside this one that has some: a new optimizer needs no edit here.
+
+    Modules whose names begin with an underscore are left out: those that import transformers' Trainer.
+    """
+    modules = sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py"))
+    return [spec for name in modules for spec in getattr(import_module(f"{__package__}.{name}"), "SPECS", ())]
+
+
+OPTIMIZERS: Registry[OptimizerSpec] = Registry("optimizer", _discover)
+
+
+def load(reference: str) -> Any:
+    """The object "module:name" of this package."""
+    module, _, name = reference.partition(":")
+    return getattr(import_module(f"{__package__}.{module}"), name)
