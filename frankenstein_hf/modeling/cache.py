@@ -218,26 +218,65 @@ class MixerStateLayer(_RealTokens, CacheLayerMixin):
 
 
 class MixerKVLayer(_RealTokens, DynamicLayer):
-    """transformers' growing keys and values, plus which of them are real."""
+    """transformers' growing keys and values, plus which of them are real, plus any number of named growing streams.
+
+    A mixer with one pair of keys and values calls `append`. One that keeps something else, or several pairs, calls
+    `count` once a forward and `extend` for each stream. Every stream has the batch on its first and time on its last
+    axis but one.
+    """
 
     _layer_type = KV_LAYER_TYPE
     supports_early_init = False
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
+        self.streams: States = {}
         self.keep: Tensor | None = None  # [B, S]; None when all are real
         self.num_real = None
         self.cumulative_length = 0
         self.ragged = False
 
+    # ------------------------------------------------------------------ used by mixers
+
     def append(self, key: Tensor, value: Tensor, keep: Tensor, all_real: bool) -> tuple[Tensor, Tensor]:
         """Add keys and values [B, H, T, W] of the tokens `keep` [B, T] describes; returns all of them."""
+        self.count(keep, all_real)
+        return self.update(key, value)
+
+    def count(self, keep: Tensor, all_real: bool) -> None:
+        """Note the tokens `keep` [B, T] of this call; once a call, before `extend`."""
         if not all_real and self.keep is None:
             self.keep = keep.new_ones(len(keep), self.cumulative_length)
         if self.keep is not None:
             self.keep = torch.cat([self.keep, keep], dim=1)
         self._count(keep, all_real)
-        return self.update(key, value)
+
+    def extend(self, name: str, new: Tensor) -> Tensor:
+        """Add `new` [B, …, T, W] of the tokens counted last to the stream `name`; returns the whole stream.
+
+        Raises:
+            ValueError: The stream does not come to one entry for every token counted.
+        """
+        past = self.streams.get(name)
+        whole = new if past is None else torch.cat([past, new], dim=-2)
+        if whole.shape[-2] != self.cumulative_length:
+            raise ValueError(
+                f"The stream {name!r} would hold {whole.shape[-2]} tokens of {self.cumulative_length} seen; call "
+                "count() once in every forward and extend() every stream by all of its tokens."
+            )
+        if not self.is_initialized:
+            self.device, self.is_initialized = new.device, True
+        self.streams[name] = whole
+        return whole
+
+    # ------------------------------------------------------------------ transformers' cache interface
+
+    def _map(self, function: Callable[[Tensor], Tensor], *others: str) -> None:
+        """Apply `function` to everything that grows, and to the attributes called `others`."""
+        self.streams = {name: function(x) for name, x in self.streams.items()}
+        for name in ("keys", "values", *others):
+            if (x := getattr(self, name)) is not None:
+                setattr(self, name, function(x))
 
     def reset(self) -> None:
         """Forget everything."""
@@ -256,30 +295,34 @@ class MixerKVLayer(_RealTokens, DynamicLayer):
         real = torch.full_like(self.num_real, removed) if self.keep is None else self.keep[:, target:].sum(1)
         self.num_real = self.num_real - real
         self.keep = None if self.keep is None else self.keep[:, :target]
-        assert self.keys is not None and self.values is not None
-        self.keys, self.values = self.keys[:, :, :target], self.values[:, :, :target]
+        self._map(lambda x: x[..., :target, :])
         self.cumulative_length = target
 
-    def _select(self, function: Callable[[Tensor], Tensor]) -> None:
-        for name in ("keys", "values", "keep", "num_real"):
-            if (x := getattr(self, name)) is not None:
-                setattr(self, name, function(x))
+    def offload(self) -> None:
+        """Move what grows to the CPU."""
+        self._map(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Move it back."""
+        if self.is_initialized:
+            self._map(lambda x: x.to(self.device, non_blocking=True))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Select batch rows, as beam search does."""
-        self._select(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)), "keep", "num_real")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every batch row `repeats` times."""
-        self._select(lambda x: x.repeat_interleave(repeats, dim=0))
+        self._map(lambda x: x.repeat_interleave(repeats, dim=0), "keep", "num_real")
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the given batch rows."""
-        self._select(lambda x: x[indices.to(x.device)])
+        self._map(lambda x: x[indices.to(x.device)], "keep", "num_real")
 
     def num_bytes(self) -> int:
-        """Bytes of keys and values."""
-        return sum(x.numel() * x.element_size() for x in (self.keys, self.values) if x is not None)
+        """Bytes of everything that grows."""
+        kept = [x for x in (self.keys, self.values, *self.streams.values()) if x is not None]
+        return sum(x.numel() * x.element_size() for x in kept)
 
 
 # Nothing of a state layer depends on the cache's length, so it serves a static cache as well.

@@ -53,12 +53,16 @@ class SlidingWindowAttention(RowMixer):
         self.v_proj = nn.Linear(self.hidden_size, width, bias=bias)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, self.hidden_size, bias=bias)
 
-    def mix(self, x: Tensor, rows: Rows, layer: MixerStateLayer | None) -> tuple[Tensor, Tensor | None]:
+    def heads(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [R, H, L, W] and keys, and values [R, G, L, W]."""
         q = split_heads(self.q_proj(x), self.num_heads)
         k = split_heads(self.k_proj(x), self.num_key_value_heads)
         v = split_heads(self.v_proj(x), self.num_key_value_heads)
         rotary = rows.rotary(self.head_dim)
-        q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+        return apply_rotary(q, *rotary), apply_rotary(k, *rotary), v
+
+    def mix(self, x: Tensor, rows: Rows, layer: MixerStateLayer | None) -> tuple[Tensor, Tensor | None]:
+        q, k, v = self.heads(x, rows)
         states = None if layer is None else layer.read(self.advance)
         if states is None:
             output, weights = self.attend(q, k, v, rows)

@@ -117,7 +117,7 @@ def _blocked(
 
     def windows(x: Tensor) -> Tensor:
         reach = F.pad(x[:, :, max(0, before - left) :], (0, 0, max(0, left - before), N * C - T + right))
-        return _Windows.apply(reach, x[:, :, :num_sinks], C, L)
+        return overlapping_windows(reach, x[:, :, :num_sinks], C, L)
 
     start = before + C * torch.arange(N, device=query.device)[:, None, None]
     i = start + torch.arange(C, device=query.device)[:, None]  # [N, C, 1]
@@ -141,6 +141,20 @@ def _blocked(
     out = F.scaled_dot_product_attention(q, k, v, visible, dropout, scale=scale)
     out = out.view(N, B, K, G, C, D).permute(1, 2, 3, 0, 4, 5).reshape(B, H, N * C, D)
     return out[:, :, :T]
+
+
+def overlapping_windows(x: Tensor, sinks: Tensor, C: int, L: int) -> Tensor:
+    """Rows of `x` as windows of length L that begin C apart, `sinks` in front of each.
+
+    Args:
+        x: [B, K, (N-1)·C + L, D].
+        sinks: [B, K, Z, D], Z ≥ 0.
+        C, L: step and length.
+
+    Returns:
+        [N, B, K, Z + L, D]. Its backward is a handful of shifted sums.
+    """
+    return _Windows.apply(x, sinks, C, L)
 
 
 class _Windows(torch.autograd.Function):

@@ -1,0 +1,70 @@
+"""Spec of `titan`: windowed attention beside a neural memory that learns at test time."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from ..component import MixerSpec, Params, param
+
+
+@dataclass(frozen=True, kw_only=True)
+class TitanParams(Params):
+    """Parameters of `titan`."""
+
+    window_size: int = param(256, "keys a causal query of the attention sees at most", minimum=1)
+    memory: str = param("mlp", "what each head's memory is", choices=("mlp", "linear", "none"))
+    memory_depth: int = param(2, "weight matrices of an 'mlp' memory, SiLU between them", minimum=1)
+    chunk_size: int = param(64, "tokens whose gradients are all taken at the memory of the first", minimum=1)
+    gate: bool = param(True, "SiLU gate on what the memory recalls")
+    max_step: float | None = param(
+        None,
+        "largest θ/(1 − η); 1/(2 chunk_size) by default, up to which a linear memory is stable whatever the tokens",
+        minimum=0.0,
+    )
+    max_gradient: float | None = param(
+        None, "longest gradient of one token's loss, longer ones are cut; 4 √head_dim by default", minimum=1e-6
+    )
+
+    # what the attention to a window reads, see `swa`
+    @property
+    def num_sinks(self) -> int:
+        """None of the first tokens stays visible."""
+        return 0
+
+    @property
+    def reach(self) -> int:
+        """Keys of the sliding part."""
+        return self.window_size
+
+    @property
+    def depth(self) -> int:
+        """Weight matrices of a memory."""
+        return {"mlp": self.memory_depth, "linear": 1, "none": 0}[self.memory]
+
+    def resolve(self, config: Any, explicit: frozenset[str]) -> Self:
+        if self.memory != "mlp" and "memory_depth" in explicit and self.memory_depth != self.depth:
+            raise ValueError(f"memory_depth={self.memory_depth} needs memory='mlp'; it is {self.memory!r}.")
+        step = 0.5 / self.chunk_size if self.max_step is None else self.max_step
+        longest = 4.0 * config.head_dim**0.5 if self.max_gradient is None else self.max_gradient
+        return replace(self, memory_depth=max(1, self.depth), max_step=step, max_gradient=longest)
+
+
+def _state_floats(params: TitanParams, config: Any) -> int:
+    ring = 2 * params.window_size * config.num_key_value_heads * config.head_dim
+    memory = params.depth * config.num_attention_heads * config.head_dim**2
+    return ring + 3 * memory  # at the chunk's start, now, and its momentum
+
+
+SPECS = (
+    MixerSpec(
+        name="titan",
+        family="memory",
+        summary="Windowed attention plus a memory trained at test time by gradient descent with momentum.",
+        reference="Titans: Learning to Memorize at Test Time, arXiv 2501.00663",
+        params=TitanParams,
+        implementation="mixers.titan:Titan",
+        cache=frozenset({"ring", "state"}),
+        state_size=_state_floats,
+        reach=lambda params: params.reach // 2 if params.memory == "none" else None,
+        small_params={"window_size": 5, "chunk_size": 4},
+    ),
+)
