@@ -43,6 +43,10 @@ from frankenstein_hf.modeling.ops.delta_rule import delta_rule
 from frankenstein_hf.modeling.ops.window_attention import window_attention
 from frankenstein_hf.modeling.positions import RotaryEmbedding
 
+PREAMBLE = """Batch of one, 4 heads of 64, width 256, fp32, one thread, forward + backward, process CPU time, medians of
+interleaved runs; only ratios within one table mean anything. "scans" is all of a recurrent mixer that follows its
+projections (convolutions, norms, core), "mixers" whole mixers. A gate is the mean log-decay of a token; mixers whose
+decay is fixed, or not an input of the scan, run as they are."""
 B, H, W, D = 1, 4, 64, 256  # batch, heads, head width, model width
 Step = Callable[[], Any]
 
@@ -53,7 +57,7 @@ class Arguments:
 
     suites: list[str] = field(
         default_factory=lambda: ["cores", "memory", "mamba", "encoder", "decode", "mixers", "import"],
-        metadata={"help": "any of: cores memory mamba encoder decode mixers import"},
+        metadata={"help": "any of: cores memory mamba encoder decode mixers scans import"},
     )
     mixers: list[str] = field(default_factory=fhf.list_mixers, metadata={"help": "mixers of the suites mixers, decode"})
     lengths: list[int] = field(default_factory=lambda: [2048, 8192], metadata={"help": "lengths of cores and mixers"})
@@ -61,6 +65,8 @@ class Arguments:
     rounds: int = field(default=3, metadata={"help": "interleaved runs of every case"})
     threads: int = field(default=1, metadata={"help": "PyTorch threads"})
     json: str | None = field(default=None, metadata={"help": "where to write the results"})
+    markdown: str | None = field(default=None, metadata={"help": "where to write the tables as a page"})
+    plot: str | None = field(default=None, metadata={"help": "where to draw the suite scans (needs 'plots')"})
 
 
 # ---------------------------------------------------------------------- measuring
@@ -192,8 +198,8 @@ def memory(arguments: Arguments) -> dict[str, Any]:
     }
 
 
-def make_mixer(name: str, is_causal: bool = True) -> Callable[..., torch.Tensor]:
-    """A mixer of width 256 with 4 heads as a function of [B, T, D]."""
+def build_mixer(name: str) -> tuple[Any, Any]:
+    """A mixer of width 256 with 4 heads, and its configuration."""
     config = fhf.FrankensteinConfig(
         vocab_size=512, hidden_size=D, num_attention_heads=H, num_hidden_layers=1, layer_pattern=name
     )
@@ -202,17 +208,63 @@ def make_mixer(name: str, is_causal: bool = True) -> Callable[..., torch.Tensor]
     for module in mixer.modules():
         if hasattr(module, "init_parameters"):
             module.init_parameters()
+    return mixer, config
 
-    def call(x: torch.Tensor) -> torch.Tensor:
-        context = make_context(
-            shape=(x.shape[0], x.shape[1]), device=x.device, attention_mask=None, position_ids=None, seq_idx=None,
-            cu_seq_lens_q=None, look_for_documents=False, past_length=0, past_num_real=None, past_keep=None,
-            is_causal=is_causal, input_ids=torch.zeros(x.shape[:2], dtype=torch.long), backend="sdpa",
-            rotary_function=RotaryEmbedding(config),
-        )  # fmt: skip
-        return mixer(x, context)[0]
 
-    return call
+def plain_context(x: torch.Tensor, config: Any, is_causal: bool) -> Any:
+    """A batch [B, T, D] without pads, documents or a past."""
+    return make_context(
+        shape=(x.shape[0], x.shape[1]), device=x.device, attention_mask=None, position_ids=None, seq_idx=None,
+        cu_seq_lens_q=None, look_for_documents=False, past_length=0, past_num_real=None, past_keep=None,
+        is_causal=is_causal, input_ids=torch.zeros(x.shape[:2], dtype=torch.long), backend="sdpa",
+        rotary_function=RotaryEmbedding(config),
+    )  # fmt: skip
+
+
+def make_mixer(name: str, is_causal: bool = True) -> Callable[..., torch.Tensor]:
+    """A whole mixer as a function of [B, T, D]."""
+    mixer, config = build_mixer(name)
+    norm = (torch.nn.LayerNorm(D),) if MIXERS.get(name).takes_residual else ()
+    return lambda x: mixer(x, plain_context(x, config, is_causal), None, *norm)[0]
+
+
+def scan_step(name: str, T: int, gate: float) -> Step:
+    """Forward and backward of a recurrent mixer's scan: all that follows the projections, log-decays around `gate`."""
+    mixer, config = build_mixer(name)
+    x = torch.randn(B, T, D)
+    with torch.no_grad():
+        inputs = mixer.project(x, plain_context(x, config, True).rows[0])
+    for key, value in inputs.items():
+        decayed = gate * torch.rand_like(value).add(0.5) if "log_decay" in key else value
+        inputs[key] = decayed.detach().requires_grad_(value.is_floating_point())
+
+    def step() -> None:
+        for value in inputs.values():
+            value.grad = None
+        mixer.scan(inputs, {}, None)[0].sum().backward()
+
+    return step
+
+
+def scans(arguments: Arguments) -> dict[str, Any]:
+    """Recurrent mixers without their projections, in units of causal SDPA, with growth and peak memory."""
+    names = [n for n in arguments.mixers if hasattr(implementation(MIXERS.get(n)), "project") and MIXERS.get(n).causal]
+    results: dict[str, dict[str, float]] = {name: {} for name in names}
+    first, last = min(arguments.lengths), max(arguments.lengths)
+    for gate in arguments.gates:
+        seconds = {}
+        for T in arguments.lengths:
+            q, k, v = heads(T), heads(T), heads(T)
+            sdpa = train_step(lambda *x: F.scaled_dot_product_attention(*x, is_causal=True), q, k, v)
+            steps = {name: scan_step(name, T, gate) for name in names}
+            seconds[T] = interleaved({"sdpa": sdpa, **steps}, arguments.rounds)
+            for name in names:
+                results[name][f"/ sdpa at {T}, gate {gate}"] = seconds[T][name] / seconds[T]["sdpa"]
+        for name in names:
+            results[name][f"growth, gate {gate}"] = seconds[last][name] / seconds[first][name]
+    for name in names:
+        results[name][f"MB at {last}"] = peak_bytes(scan_step(name, last, arguments.gates[0])) / 2**20
+    return results
 
 
 def mixers(arguments: Arguments) -> dict[str, Any]:
@@ -340,17 +392,44 @@ SUITES = {
     "encoder": encoder,
     "decode": decode,
     "mixers": mixers,
+    "scans": scans,
     "import": import_time,
 }
 
 
-def print_table(title: str, rows: dict[str, dict[str, float | None]]) -> None:
-    """A Markdown table."""
+def table(title: str, rows: dict[str, dict[str, float | None]]) -> str:
+    """A Markdown section."""
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-    print(f"\n### {title}\n\n| | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
+    lines = [f"### {title}", "", f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
     for name, row in rows.items():
         cells = ("" if row.get(column) is None else f"{row[column]:.3g}" for column in columns)
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(rows: dict[str, dict[str, float]], arguments: Arguments, path: Path) -> None:
+    """Cost in units of causal SDPA against length, a line a mixer, for the first gate."""
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ImportError("--plot needs matplotlib: pip install 'frankenstein_hf[plots]'") from error
+    figure, axes = pyplot.subplots(figsize=(7, 5))
+    for name, row in rows.items():
+        costs = [row[f"/ sdpa at {T}, gate {arguments.gates[0]}"] for T in arguments.lengths]
+        axes.plot(arguments.lengths, costs, marker="o", label=name)
+    axes.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
+    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="time / causal SDPA")
+    axes.set_xticks(arguments.lengths, labels=[str(T) for T in arguments.lengths])
+    axes.legend(fontsize=7, ncols=2)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def replace_file(path: str, text: str) -> None:
+    """Write to a temporary name, then rename."""
+    partial = Path(path).with_suffix(".tmp")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -365,12 +444,15 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     results = {}
     for name in arguments.suites:
         results[name] = SUITES[name](arguments)
-        print_table(name, results[name])
+        print("\n" + table(name, results[name]), flush=True)
         if arguments.json:
-            target = Path(arguments.json)
-            partial = target.with_suffix(".tmp")
-            partial.write_text(json.dumps({"arguments": vars(arguments), "results": results}, indent=1))
-            partial.replace(target)
+            replace_file(arguments.json, json.dumps({"arguments": vars(arguments), "results": results}, indent=1))
+    if arguments.markdown:
+        flags = " ".join(sys.argv[1:] if argv is None else argv)
+        head = f"# Benchmarks\n\nWritten by `python scripts/benchmark_mixers.py {flags}`.\n\n{PREAMBLE}\n"
+        replace_file(arguments.markdown, "\n".join([head, *(table(name, rows) for name, rows in results.items())]))
+    if arguments.plot and "scans" in results:
+        draw(results["scans"], arguments, Path(arguments.plot))
     return results
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .context import SequenceContext
+from .ops.backend import TRITON
 from .ops.scored_attention import eager_attention, scored_attention
 
 
@@ -29,7 +30,7 @@ def dense_attention(
     backend, mask = context.backend, context.mask()
     if backend == "eager":
         return eager_attention(query, key, value, mask, is_causal=context.causal_flag, scale=scale, dropout=dropout)
-    if backend == "sdpa":
+    if backend in ("sdpa", TRITON):
         is_causal = context.causal_flag
         return scored_attention(query, key, value, mask, is_causal=is_causal, scale=scale, dropout=dropout), None
     function = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention)

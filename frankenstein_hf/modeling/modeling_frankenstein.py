@@ -23,6 +23,7 @@ from .hub_bundle import auto_map, changed_since, read_card, render_card, write_b
 from .implementations import implementation
 from .layer import FrankensteinLayer
 from .mixers.base import MixerExtras
+from .ops.backend import TRITON, check_triton
 from .positions import RotaryEmbedding
 
 logger = logging.get_logger(__name__)
@@ -77,7 +78,9 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
     # ------------------------------------------------------------------ backends
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """transformers' check, with an error that also knows the mixers."""
+        """transformers' check, which here also knows "triton" (see `ops/backend.py`), and the mixers in its error."""
+        if requested_attention == TRITON:
+            return TRITON
         if requested_attention in MIXERS:
             raise ValueError(
                 f"{requested_attention!r} is a mixer, which is chosen when a model is built: pass it to from_config or "
@@ -86,7 +89,10 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
         try:
             return super().get_correct_attn_implementation(requested_attention, is_init_check)
         except ValueError as error:
-            raise ValueError(f"{error} A mixer's name{did_you_mean(requested_attention, MIXERS.names())}") from error
+            raise ValueError(
+                f"{error} Models of this family also take 'triton'. A mixer's name"
+                f"{did_you_mean(requested_attention, MIXERS.names())}"
+            ) from error
 
     # ------------------------------------------------------------------ loading
 
@@ -304,6 +310,10 @@ class FrankensteinModel(FrankensteinPreTrainedModel):
             if cache is not None:
                 logger.warning_once("A cache cannot be used under gradient checkpointing; it is ignored.")
             cache, use_cache = None, False
+        if config._attn_implementation == TRITON and any(
+            getattr(layer.mixer, "needs_kernel", False) for layer in self.layers
+        ):
+            check_triton(device)
         kernel_kwargs = {**kwargs, "cu_seq_lens_q": cu_seq_lens_q, "position_ids": position_ids}
         context = make_context(
             shape=shape,

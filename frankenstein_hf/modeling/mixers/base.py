@@ -11,6 +11,7 @@ from transformers import initialization as init
 
 from ..cache import MixerStateLayer, States
 from ..context import Rows, SequenceContext
+from ..ops.backend import computing
 from ..ops.numerics import at_least_fp32
 from ..ops.short_convolution import short_convolution
 
@@ -45,7 +46,13 @@ class Mixer(nn.Module):
     Args:
         config: A `FrankensteinConfig`.
         layer_idx: Which layer this is; parameters come from `config.params_for(layer_idx)`.
+
+    Attributes:
+        needs_kernel: Whether a core it calls has Triton kernels, so that attn_implementation="triton" means something
+            to it, and needs a GPU.
     """
+
+    needs_kernel = False
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
@@ -73,7 +80,8 @@ class RowMixer(Mixer):
         self, hidden_states: Tensor, context: SequenceContext, cache: Any = None
     ) -> tuple[Tensor, MixerExtras | None]:
         layer = None if cache is None else cache.layers[self.layer_idx]
-        mixed = [self.mix(rows.compact(hidden_states), rows, layer) for rows in context.rows]
+        with computing(context.backend, type(self).__name__ if isinstance(self, RecurrentMixer) else None):
+            mixed = [self.mix(rows.compact(hidden_states), rows, layer) for rows in context.rows]
         output = context.restore([out for out, _ in mixed])
         if not context.output_attentions or mixed[0][1] is None:
             return output, None
@@ -90,6 +98,8 @@ class RecurrentMixer(RowMixer):
     Backwards in time an encoder runs the same `scan` over the mirrored projections and adds the two readouts; the
     reverse one leaves out each token's own write, which the forward one has read already.
     """
+
+    needs_kernel = True  # a recurrence on none of the cores that have kernels says False
 
     def project(self, x: Tensor, rows: Rows) -> States:
         """[R, L, D] -> tensors [R, L, …]: everything a state can learn from the tokens."""

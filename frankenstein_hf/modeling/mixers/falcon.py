@@ -260,6 +260,7 @@ class Falcon1(Falcon):
 class Falcon2(Falcon):
     """`Falcon1` with a step size, and so a decay, per value channel."""
 
+    needs_kernel = False
     per_channel = True
 
     def eager(self, q: Tensor, x: Tensor, v: Tensor, η: Tensor, γ: Tensor, pairs: Tensor, S: Tensor) -> Result:
@@ -275,6 +276,8 @@ class Falcon2(Falcon):
 
 class Falcon3(Falcon):
     """`Falcon1` on the mean loss of the last B pairs; the statistic is its curvature, λ_max(XᵀX)/B."""
+
+    needs_kernel = False
 
     def statistic(self, x: Tensor, pairs: Tensor) -> Tensor:
         u = dominant_combination(x, self.params.pairs)

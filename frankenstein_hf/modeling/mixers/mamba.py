@@ -47,6 +47,8 @@ def eager_mamba(
 class Mamba(RecurrentMixer):
     """The selective scan (arXiv 2312.00752): Δ, B and C depend on the input, A does not."""
 
+    needs_kernel = False
+
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         p = self.params

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .backend import use_triton
 from .numerics import at_least_fp32, decay_exp, flush_tiny
 
 SCALAR_FLOOR = -100.0  # a step below this forgets everything; a finite floor admits log_decay = -inf
@@ -45,6 +46,7 @@ def decayed_scan(
     output_final_state: bool = False,
     chunk_size: int = 64,
     sequential: bool = False,
+    implementation: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Linear attention with decay, chunk-parallel: S_t = Diag(a_t) S_{t-1} + k_t v_tᵀ, o_t = scale · q_tᵀ S_t.
 
@@ -60,6 +62,8 @@ def decayed_scan(
         output_final_state: return S_T as well.
         chunk_size: tokens computed in parallel; at most 32 are for vector decays.
         sequential: compute token by token (`recurrent_decayed_scan`), which is twice differentiable.
+        implementation: "chunked" (PyTorch), "triton" (kernels, for tensors on a GPU; a decay of −80 or less a step
+            forgets all there), or None: what the model around the call was asked for, see `backend.py`.
 
     Returns:
         The output [B, H, T, V] in query's dtype and, if asked for, the final state [B, H, K, V] in at least fp32
@@ -74,6 +78,20 @@ def decayed_scan(
     _check(query, key, value, log_decay, decay_axis, initial_state)
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    if not sequential and use_triton(implementation, query, key, value, log_decay, initial_state):
+        from .triton.decayed_scan import triton_decayed_scan
+
+        output, final_state = triton_decayed_scan(
+            query,
+            key,
+            value,
+            log_decay,
+            decay_axis=decay_axis,
+            scale=scale,
+            initial_state=initial_state,
+            chunk_size=chunk_size,
+        )
+        return output, final_state if output_final_state else None
     if sequential or query.shape[2] < SHORTEST_CHUNKED:
         return recurrent_decayed_scan(
             query,

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .backend import use_triton
 from .numerics import LOG_TINY, at_least_fp32, decay_exp, flush_tiny, split_chunks
 
 SEGMENT_ROWS = 2048  # tokens times heads of a segment: its tensors stay in cache, its operations stay large
@@ -75,6 +76,7 @@ def delta_rule(
     output_final_state: bool = False,
     chunk_size: int = 64,
     sequential: bool = False,
+    implementation: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule: S_t = (I − k_t e_tᵀ) Diag(exp g_t) S_{t-1} + k_t z_tᵀ,  o_t = scale · q_tᵀ S_t.
 
@@ -88,6 +90,8 @@ def delta_rule(
         initial_state: [B, H, K, V] or None (zeros).
         chunk_size: tokens a chunk at most; on a CPU 32 are the limit, with a decay per key channel 16.
         sequential: use `recurrent_delta_rule`, which is twice differentiable; short inputs use it anyway.
+        implementation: "chunked" (PyTorch), "triton" (kernels, for tensors on a GPU; a decay of −80 or less a step
+            forgets all there), or None: what the model around the call was asked for, see `backend.py`.
 
     Returns:
         Output [B, H, T, V] in query's dtype, and the state after the last token [B, H, K, V] in at least fp32 (None
@@ -100,6 +104,13 @@ def delta_rule(
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     B, H, T, K = key.shape
+    if not sequential and use_triton(implementation, query, key, erase, write, log_decay, initial_state):
+        from .triton.delta_rule import triton_delta_rule
+
+        output, state = triton_delta_rule(
+            query, key, erase, write, log_decay, scale=scale, initial_state=initial_state, chunk_size=chunk_size
+        )
+        return output, state if output_final_state else None
     with torch.autocast(query.device.type, enabled=False):
         if sequential or T <= SHORT:
             return recurrent_delta_rule(
