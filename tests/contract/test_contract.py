@@ -253,21 +253,25 @@ def test_rollback_counts_real_tokens_when_the_undone_ones_hold_pads(name):
 
 
 @every_causal
-def test_a_cropped_cache_reorders_and_copies(name):
-    model, x = tiny_model(name), tokens(3, 10)
+def test_a_cropped_cache_reorders_and_copies_pads_included(name):
+    model, x, mask = tiny_model(name), tokens(4, 12), scattered_mask(4, 12)
     with torch.no_grad():
         cache = DynamicCache(config=model.config)
         cache.activate_past_recording()
-        model(x[:, :8], cache=cache)
+        model(x[:, :10], attention_mask=mask[:, :10], cache=cache)
         cache.crop(-2)
-        cache.batch_select_indices(torch.tensor([2, 0]))
+        cache.batch_select_indices(torch.tensor([2, 3, 0]))
         cache.batch_repeat_interleave(2)
-        twin = copy.deepcopy(cache)
-        order = torch.tensor([2, 2, 0, 0])
-        expected = model(x[order], use_cache=False).logits[:, 6:]
-        for c in (cache, twin):
-            assert_near(model(x[[2, 2, 0, 0], 6:], cache=c).logits, model(x[[2, 2, 0, 0]]).logits[:, 6:])
-        assert expected.shape == (4, 4, 61)
+        cache.reorder_cache(torch.tensor([5, 0, 2, 1]))
+        rows = [0, 2, 3, 2]
+        assert all(layer.num_real.tolist() == mask[rows, :8].sum(1).tolist() for layer in cache.layers)
+        for kept in (copy.deepcopy(cache), cache):
+            # without the mask of the past: the cache itself must know its pads
+            logits = model(x[rows, 8:], attention_mask=mask[rows, 8:], cache=kept).logits
+            for row, out in zip(rows, logits):
+                keep = mask[row].bool()
+                expected = model(x[row][keep][None]).logits[0, keep[:8].sum() :]
+                assert_near(out[keep[8:]], expected)
 
 
 @every_causal
