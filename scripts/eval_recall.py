@@ -7,9 +7,9 @@ A sequence is n stacked pairs [k_i; v_i] of random directions with 16 channels e
 order. The layer (norm, mixer, residual, norm, projection) answers each with a vector; it is right when that is nearest
 to the value of the right pair among the n. Trained for 250 steps by cross-entropy over the n candidates; for each mixer
 and n, the best learning rate of a sweep is chosen on its first seed, and the mean accuracy over all seeds is reported,
-on sequences never seen. Neighbouring pairs have nothing to do with each other, so short convolutions are switched off
-where a mixer lets them be. With keys of 16 channels a state of fixed size cannot hold 64 pairs exactly; softmax
-attention can.
+on sequences never seen. A pair is one token and its neighbours have nothing to do with it, so short convolutions, and
+the storing of a value under the key before it, are switched off where a mixer lets them be. With keys of 16 channels a
+state of fixed size cannot hold 64 pairs exactly; softmax attention can.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ class Recaller(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
         options = {field.name for field in dataclasses.fields(MIXERS.get(name).params)}
-        params = {option: False for option in ("use_short_conv", "short_conv") if option in options}
+        params = {option: False for option in ("use_short_conv", "short_conv", "shifted") if option in options}
         config = fhf.FrankensteinConfig(
             vocab_size=2, hidden_size=HIDDEN, num_hidden_layers=1, num_attention_heads=1, head_dim=WIDTH,
             intermediate_size=1,
