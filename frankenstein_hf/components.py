@@ -2,7 +2,7 @@
 
 from .configuration.component import MixerSpec
 from .configuration.registries import MIXERS
-from .modeling.implementations import register_implementation
+from .modeling.implementations import implementation, register_implementation
 from .modeling.mixers.base import Mixer
 
 
@@ -40,5 +40,7 @@ def register_mixer(spec: MixerSpec, cls: type[Mixer]) -> None:
     """
     if not (isinstance(cls, type) and issubclass(cls, Mixer)):
         raise TypeError(f"register_mixer needs a subclass of frankenstein_hf's Mixer, got {cls!r}.")
+    if spec.name in MIXERS and implementation(MIXERS.get(spec.name)) is not cls:
+        raise ValueError(f"A mixer named {spec.name!r} is registered already; choose another name.")
     MIXERS.register(spec)
     register_implementation(spec, cls)

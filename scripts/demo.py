@@ -43,7 +43,7 @@ COMMON = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "masked": {
         **COMMON,
-        "max_steps": 300,
+        "max_steps": 240,
         "per_device_train_batch_size": 16,
         "mask_rate": 0.25,
         "layer_pattern": ["gated_deltanet", "swa", "gated_deltanet", "standard"],
@@ -52,7 +52,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "causal": {
         **COMMON,
-        "max_steps": 200,
+        "max_steps": 150,
         "per_device_train_batch_size": 8,
         "layer_pattern": ["gated_deltanet", "swa"],
         "mixer_params": {"swa": {"window_size": 32}},

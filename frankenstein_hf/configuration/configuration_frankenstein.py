@@ -1,5 +1,6 @@
 """`FrankensteinConfig`: the configuration of every text model of the family."""
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -34,6 +35,10 @@ TRANSFORMERS_KEYS = frozenset(
 )
 
 
+# What `per_layer_config` may change for one layer.
+PER_LAYER_KEYS = frozenset({"mixer_params", "intermediate_size", "hidden_act", "mlp_bias"})
+
+
 def _is_newer(version: object) -> bool:
     def key(text: str) -> list[int]:
         return [int(part) for part in text.split(".") if part.isdigit()]
@@ -48,7 +53,7 @@ def _raising_value_errors(cls: type) -> type:
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
             try:
                 method(self, *args, **kwargs)
-            except StrictDataclassError as error:
+            except (StrictDataclassError, KeyError) as error:  # a KeyError is a rotary parameter that is missing
                 raise ValueError(f"{cls.__name__}: {error}") from error
 
         wrapper.__wrapped__ = method  # type: ignore[attr-defined]
@@ -163,9 +168,25 @@ class FrankensteinConfig(PreTrainedConfig):
             self.layer_pattern = list(DEFAULT_PATTERN * repeats)[: self.num_hidden_layers]
         elif isinstance(self.layer_pattern, str):
             self.layer_pattern = [self.layer_pattern]
-        self.mixer_params = {} if self.mixer_params is None else self.mixer_params
+        self.mixer_params = copy.deepcopy(self.mixer_params or {})
         self._check_pattern()
         super().__post_init__(**kwargs)
+        self._check_layers()
+
+    def check(self) -> None:
+        """Check everything again, after attributes were set. Raises ValueError as the constructor does."""
+        self._check_ranges()
+        if not self.is_heterogeneous:
+            self._check_pattern()
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        own = set(self._heterogeneity_spec.explicit_per_layer_attributes) if self.is_heterogeneous else set()
+        if foreign := own - PER_LAYER_KEYS:
+            raise ValueError(
+                f"per_layer_config cannot change {', '.join(sorted(foreign))}; it can change "
+                f"{', '.join(sorted(PER_LAYER_KEYS))}."
+            )
         rope_type = (self.rope_parameters or {}).get("rope_type", "default")
         if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
             raise ValueError(
@@ -194,18 +215,26 @@ class FrankensteinConfig(PreTrainedConfig):
         sizes = "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
         sizes += "intermediate_size max_position_embeddings"
         for key in sizes.split():
-            if (value := getattr(self, key)) is not None and value < 1:
-                raise ValueError(f"{key}={value} must be at least 1.")
+            if key in PER_LAYER_KEYS and self.is_heterogeneous:
+                values = [getattr(layer, key) for layer in self.per_layer_config]
+            else:
+                values = [getattr(self, key)]
+            if any(value is not None and value < 1 for value in values):
+                raise ValueError(f"{key}={values[0] if len(values) == 1 else values} must be at least 1.")
         for key in ("attention_dropout", "hidden_dropout", "classifier_dropout"):
             if not 0 <= getattr(self, key) < 1:
                 raise ValueError(f"{key}={getattr(self, key)} must be in [0, 1).")
         for key in ("initializer_range", "rms_norm_eps"):
-            if not getattr(self, key) > 0:
-                raise ValueError(f"{key}={getattr(self, key)} must be positive.")
+            if not 0 < getattr(self, key) < float("inf"):
+                raise ValueError(f"{key}={getattr(self, key)} must be positive and finite.")
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise ValueError(f"pad_token_id={self.pad_token_id} must be below vocab_size={self.vocab_size}.")
         NORMS.get(self.norm)
         FEED_FORWARDS.get(self.feed_forward)
-        if self.hidden_act not in ACT2FN:
-            raise ValueError(f"Unknown hidden_act {self.hidden_act!r}" + did_you_mean(self.hidden_act, ACT2FN))
+        layers = self.per_layer_config if self.is_heterogeneous else [self]
+        for name in {layer.hidden_act for layer in layers}:
+            if name not in ACT2FN:
+                raise ValueError(f"Unknown hidden_act {name!r}" + did_you_mean(name, ACT2FN))
         poolings = ("cls", "mean", "last")
         if self.classifier_pooling not in poolings:
             raise ValueError(
@@ -214,7 +243,7 @@ class FrankensteinConfig(PreTrainedConfig):
             )
 
     def _check_pattern(self) -> None:
-        pattern = self.layer_pattern
+        pattern = [self.layer_pattern] if isinstance(self.layer_pattern, str) else self.layer_pattern
         if not pattern:
             raise ValueError("layer_pattern is empty; give a mixer name or a list of them.")
         for name in pattern:
@@ -258,6 +287,12 @@ class FrankensteinConfig(PreTrainedConfig):
             return params.resolve(layer_config, frozenset(values))
         except ValueError as error:
             raise ValueError(f"{spec.name!r} in layer {layer_idx}: {error}") from None
+
+    def validate_rope(self) -> None:
+        """transformers' check, with heads of odd width allowed: their last channel is not rotated."""
+        even = copy.copy(self)
+        even.__dict__["head_dim"] = max(2, (self.head_dim or 2) // 2 * 2)
+        PreTrainedConfig.validate_rope(even)
 
     def validate_layer_type(self) -> None:
         """Overrides transformers' check against its closed vocabulary; ours are derived and cannot be wrong."""

@@ -96,7 +96,7 @@ class MixerStateLayer(_RealTokens, CacheLayerMixin):
         """
         if self._replay_to is not None:
             self._replay(advance)
-        return self.states if self.cumulative_length else None
+        return self.states or None
 
     def write(self, states: States, inputs: States, keep: Tensor, all_real: bool) -> None:
         """Store the states after a call.
@@ -122,7 +122,9 @@ class MixerStateLayer(_RealTokens, CacheLayerMixin):
     def activate_past_recording(self) -> None:
         """From here on, `crop` can restore any length."""
         if not self.record_past:
-            self.record_past, self._history = True, []
+            self.record_past = True
+            if self._replay_to is None:  # else the next call still needs it
+                self._history = []
 
     def crop(self, tokens_to_remove: int) -> None:
         """Go back by `-tokens_to_remove` physical tokens (0: nothing to undo).

@@ -59,6 +59,8 @@ class Rows:
         """[R or 1, L] position of each token in its document, in real tokens."""
         device = self.context.keep.device
         places = torch.arange(self.size, device=device)[None]
+        if self.lengths is not None:  # pads must not lengthen the row: some rotary scalings look at its length
+            places = torch.minimum(places, (self.lengths[:, None] - 1).clamp_min(0))
         return places if self.num_past is None else places + self.num_past[:, None]
 
     def rotary(self, width: int) -> tuple[Tensor, Tensor]:
@@ -246,10 +248,12 @@ class SequenceContext:
     def restore_weights(self, weights: list[Tensor]) -> Tensor:
         """Attention weights [R, H, L, L] of every group of rows -> [B, H, T, T]; zero across documents and at pads.
 
-        With a cache the last axis is what the mixer kept, and only full batches are restored.
+        With a past the last axis is what the mixer kept, in the mixer's own order.
         """
         if len(weights) == 1 and self.rows[0].index is None:
             return weights[0]
+        if self.past_length:
+            return self.restore([weight.transpose(1, 2) for weight in weights]).transpose(1, 2)
         B, T = self.keep.shape
         native = weights[0].new_zeros(B, T, T, weights[0].shape[1])
         for rows, weight in zip(self.rows, weights):
@@ -321,6 +325,12 @@ def make_context(
         all_real = bool(keep.all())
         if mask_2d.shape[1] > T:
             past_keep = mask_2d[:, :-T].to(device=device, dtype=torch.bool)
+            if past_num_real is not None and not torch.equal(past_keep.sum(1), past_num_real.to(device)):
+                raise ValueError(
+                    "attention_mask marks other cached tokens as pads than the calls that cached them did "
+                    f"({past_keep.sum(1).tolist()} real tokens a row now, {past_num_real.tolist()} then); a cache cannot "
+                    "forget single tokens. Start anew without the cache."
+                )
     if past_keep is not None and bool(past_keep.all()):
         past_keep = None
     num_past = past_num_real if past_length else None
@@ -330,7 +340,8 @@ def make_context(
     else:
         documents = None
         if look_for_documents:
-            documents = _documents(keep, all_real, position_ids, seq_idx, cu_seq_lens_q)
+            starts = _document_starts(keep, all_real, position_ids, seq_idx, cu_seq_lens_q)
+            documents = None if starts is None else starts.cumsum(1)
         elif seq_idx is not None or cu_seq_lens_q is not None:
             raise ValueError("seq_idx and cu_seq_lens_q describe packed documents, which cannot share a cache.")
         positions = _positions(keep, all_real, documents)
@@ -375,22 +386,23 @@ def _split_masks(mask: Tensor | None, B: int, T: int, past: int) -> tuple[Tensor
     raise ValueError(f"attention_mask must have 2 or 4 dimensions, got shape {list(mask.shape)}.")
 
 
-def _documents(
+def _document_starts(
     keep: Tensor, all_real: bool, position_ids: Tensor | None, seq_idx: Tensor | None, cu_seq_lens: Tensor | None
 ) -> Tensor | None:
-    """[B, T] document numbers from whichever packing convention was used, None when every row is one document."""
+    """[B, T] True at the first real token of every document but a row's first; None when every row is one document."""
     B, T = keep.shape
     if position_ids is None and seq_idx is None and cu_seq_lens is None:
         return None
     order = torch.argsort(~keep, dim=1, stable=True) if not all_real else torch.arange(T, device=keep.device)[None]
+    order = order.expand(B, T)
     starts = torch.zeros(B, T, dtype=torch.bool, device=keep.device)  # in the order of real tokens
     if position_ids is not None:
-        position = position_ids.expand(B, T).gather(1, order.expand(B, T))
+        position = position_ids.expand(B, T).gather(1, order)
         starts[:, 1:] |= position[:, 1:] <= position[:, :-1]
     if seq_idx is not None:
         if seq_idx.shape != keep.shape:
             raise ValueError(f"seq_idx must be [{B}, {T}], got {list(seq_idx.shape)}.")
-        number = seq_idx.gather(1, order.expand(B, T))
+        number = seq_idx.gather(1, order)
         starts[:, 1:] |= number[:, 1:] != number[:, :-1]
     if cu_seq_lens is not None:
         if B != 1 or cu_seq_lens.dim() != 1 or int(cu_seq_lens[0]) != 0 or int(cu_seq_lens[-1]) != T:
@@ -406,8 +418,7 @@ def _documents(
         starts &= keep.gather(1, order)  # pads start nothing
     if not bool(starts.any()):
         return None
-    documents = torch.zeros_like(starts, dtype=torch.long)
-    return documents.scatter(1, order.expand(B, T), starts.cumsum(1))
+    return torch.zeros_like(starts).scatter(1, order, starts)
 
 
 def _positions(keep: Tensor, all_real: bool, documents: Tensor | None) -> Tensor:
@@ -422,10 +433,14 @@ def _positions(keep: Tensor, all_real: bool, documents: Tensor | None) -> Tensor
     return (place - first.gather(1, documents)).clamp_min(0)
 
 
-def document_starts(labels: Tensor, position_ids: Tensor | None, **packing: Tensor | None) -> Tensor | None:
-    """[B, T] True at the first token of every document but the first, for a batch without pads; None when unpacked."""
+def unpredictable_labels(
+    labels: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, **packing: Tensor | None
+) -> Tensor | None:
+    """[B, T] True at first tokens of packed documents, which nothing before them can predict; None when unpacked."""
     keep = torch.ones_like(labels, dtype=torch.bool)
-    documents = _documents(keep, True, position_ids, packing.get("seq_idx"), packing.get("cu_seq_lens_q"))
-    if documents is None:
-        return None
-    return torch.cat([torch.zeros_like(keep[:, :1]), documents[:, 1:] != documents[:, :-1]], dim=1)
+    if attention_mask is not None:
+        if attention_mask.dim() != 2:
+            return None
+        keep = attention_mask[:, -labels.shape[1] :].to(torch.bool)
+    all_real = bool(keep.all())
+    return _document_starts(keep, all_real, position_ids, packing.get("seq_idx"), packing.get("cu_seq_lens_q"))

@@ -18,7 +18,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from ..configuration.component import did_you_mean
 from ..configuration.configuration_frankenstein import FrankensteinConfig
 from ..configuration.registries import MIXERS, NORMS
-from .context import document_starts, make_context
+from .context import make_context, unpredictable_labels
 from .hub_bundle import auto_map, changed_since, read_card, render_card, write_bundle
 from .implementations import implementation
 from .layer import FrankensteinLayer
@@ -32,9 +32,15 @@ logger = logging.get_logger(__name__)
 KERNEL_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids")
 
 
+def _mixer_name(backend: str | None) -> str:
+    """What a mixer is called here, also where other models know it as `frankenstein_<name>`."""
+    return (backend or "").removeprefix("frankenstein_")
+
+
 def _without_mixer_backend(config: Any) -> Any:
     """`attn_implementation` naming a mixer means `layer_pattern=[name]`: a copy of the config that says so."""
-    name = config._attn_implementation
+    config.check()  # once more: what from_pretrained overrides is set after the config was built
+    name = _mixer_name(config._attn_implementation)
     if name not in MIXERS:
         return config
     config = copy.deepcopy(config)
@@ -81,7 +87,7 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
         """transformers' check, which here also knows "triton" (see `ops/backend.py`), and the mixers in its error."""
         if requested_attention == TRITON:
             return TRITON
-        if requested_attention in MIXERS:
+        if _mixer_name(requested_attention) in MIXERS:
             raise ValueError(
                 f"{requested_attention!r} is a mixer, which is chosen when a model is built: pass it to from_config or "
                 "from_pretrained, or set layer_pattern. A built model can change its backend only (eager, sdpa, …)."
@@ -337,7 +343,7 @@ class FrankensteinModel(FrankensteinPreTrainedModel):
         if not context.all_real:  # whatever stands at a pad, NaN included, must not reach a product
             hidden_states = hidden_states.masked_fill(~context.keep[..., None], 0.0)
         every_hidden, attentions, aux_losses = [hidden_states], list[Tensor | None](), list[Tensor]()
-        for layer in self.layers:
+        for layer in self.layers[: config.num_hidden_layers]:  # fewer while generate() drafts with an early exit
             hidden_states, extras = layer(hidden_states, context, cache=cache)
             every_hidden.append(hidden_states)
             extras = extras or MixerExtras()
@@ -382,6 +388,12 @@ class FrankensteinModel(FrankensteinPreTrainedModel):
         if not self.is_causal:
             raise ValueError("A bidirectional model has no cache: later tokens change earlier outputs.")
         _fill_cache(cache, self.config)
+        lengths = [layer.get_seq_length() for layer in cache.layers[: self.config.num_hidden_layers]]
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"The layers of the cache have seen different numbers of tokens ({lengths}), as after a crop that failed "
+                "half-way. Start anew with an empty cache."
+            )
         masks = (layer.keep for layer in cache.layers if getattr(layer, "keep", None) is not None)
         return {
             "past_length": cache.layers[0].get_seq_length(),
@@ -397,7 +409,7 @@ def _fill_cache(cache: Any, config: Any) -> None:
     if not cache.layers:
         cache.layers, cache.layer_class_to_replicate = DynamicCache(config=config).layers, None
     kinds = [getattr(layer, "_layer_type", None) for layer in cache.layers]
-    if kinds != config.layer_types:
+    if kinds[: config.num_hidden_layers] != config.layer_types:
         raise ValueError(
             f"The cache was made for other layers ({kinds}) than this model's ({config.layer_types}); build it with "
             "DynamicCache(config=model.config)."
@@ -434,6 +446,7 @@ class FrankensteinForCausalLM(FrankensteinPreTrainedModel, GenerationMixin):
         cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
@@ -443,6 +456,7 @@ class FrankensteinForCausalLM(FrankensteinPreTrainedModel, GenerationMixin):
         Args:
             labels: [B, T] ids of the tokens themselves (the shift happens here), −100 where there is no loss. Across
                 the border of packed documents nothing is predicted.
+            token_type_ids: Ignored; tokenizers made for other models return them.
             logits_to_keep: Compute logits for the last so many tokens only (0: all), or at the given positions.
 
         Returns:
@@ -461,7 +475,7 @@ class FrankensteinForCausalLM(FrankensteinPreTrainedModel, GenerationMixin):
         logits = self.lm_head(slice_logits_to_keep(output.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
-            if attention_mask is None and (starts := document_starts(labels, position_ids, **packing)) is not None:
+            if (starts := unpredictable_labels(labels, attention_mask, position_ids, **packing)) is not None:
                 labels = labels.masked_fill(starts, -100)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
             loss = loss if output.aux_loss is None else loss + output.aux_loss

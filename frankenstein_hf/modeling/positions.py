@@ -49,6 +49,8 @@ class RotaryEmbedding:
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first channels of `x` [B, H, T, W] by cos, sin [B or 1, T, w], w ≤ W; computed in at least fp32."""
+    if x.shape[-1] < 2:
+        return x
     cos, sin = cos[:, None], sin[:, None]
     rotated, rest = at_least_fp32(x[..., : cos.shape[-1]]), x[..., cos.shape[-1] :]
     first, second = rotated.chunk(2, dim=-1)
