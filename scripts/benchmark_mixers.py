@@ -261,7 +261,7 @@ def scans(arguments: Arguments) -> dict[str, Any]:
             for name in names:
                 results[name][f"/ sdpa at {T}, gate {gate}"] = seconds[T][name] / seconds[T]["sdpa"]
         for name in names:
-            results[name][f"growth, gate {gate}"] = seconds[last][name] / seconds[first][name]
+            results[name][f"growth {first} to {last}, gate {gate}"] = seconds[last][name] / seconds[first][name]
     for name in names:
         results[name][f"MB at {last}"] = peak_bytes(scan_step(name, last, arguments.gates[0])) / 2**20
     return results
