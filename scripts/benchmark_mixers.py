@@ -414,11 +414,13 @@ def draw(rows: dict[str, dict[str, float]], arguments: Arguments, path: Path) ->
     except ImportError as error:
         raise ImportError("--plot needs matplotlib: pip install 'frankenstein_hf[plots]'") from error
     figure, axes = pyplot.subplots(figsize=(7, 5))
+    axes.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
     for name, row in rows.items():
         costs = [row[f"/ sdpa at {T}, gate {arguments.gates[0]}"] for T in arguments.lengths]
         axes.plot(arguments.lengths, costs, marker="o", label=name)
     axes.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
     axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="time / causal SDPA")
+    axes.minorticks_off()
     axes.set_xticks(arguments.lengths, labels=[str(T) for T in arguments.lengths])
     axes.legend(fontsize=7, ncols=2)
     figure.tight_layout()

@@ -132,9 +132,11 @@ def draw(results: dict[str, dict[int, dict[str, Any]]], path: Path) -> None:
     except ImportError as error:
         raise ImportError("--plot needs matplotlib: pip install 'frankenstein_hf[plots]'") from error
     figure, axes = pyplot.subplots(figsize=(7, 5))
+    axes.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
     for name, row in results.items():
         axes.plot(list(row), [cell["accuracy"] for cell in row.values()], marker="o", label=name)
     axes.set(xscale="log", xlabel="stored pairs", ylabel="accuracy", ylim=(0, 1.02))
+    axes.minorticks_off()
     axes.set_xticks(list(next(iter(results.values()))), labels=[str(n) for n in next(iter(results.values()))])
     axes.legend(fontsize=7, ncols=2)
     figure.tight_layout()
