@@ -44,13 +44,11 @@ class _RealTokens:
 
     num_real: Tensor | None
     cumulative_length: int
-    ragged: bool
 
-    def _count(self, keep: Tensor, all_real: bool) -> None:
+    def _count(self, keep: Tensor) -> None:
         now = keep.sum(1)
         self.num_real = now if self.num_real is None else self.num_real + now
         self.cumulative_length += keep.shape[1]
-        self.ragged = self.ragged or not all_real
 
     def _target(self, tokens_to_remove: int) -> int:
         if tokens_to_remove > 0:
@@ -80,7 +78,6 @@ class MixerStateLayer(_RealTokens, CacheLayerMixin):
         self.states: States = {}
         self.num_real = None
         self.cumulative_length = 0
-        self.ragged = False
         self.is_initialized = False
         self._history: list[_Record] = []
         self._replay_to: int | None = None  # physical length the stale `states` must be brought back to
@@ -114,7 +111,7 @@ class MixerStateLayer(_RealTokens, CacheLayerMixin):
             inputs = {name: x.detach() for name, x in inputs.items()}
             self._history.append(_Record(self.states, num_real, inputs, keep))
         self.states = states
-        self._count(keep, all_real)
+        self._count(keep)
         self.is_initialized = True
 
     # ------------------------------------------------------------------ rollback
@@ -236,7 +233,6 @@ class MixerKVLayer(_RealTokens, DynamicLayer):
         self.keep: Tensor | None = None  # [B, S]; None when all are real
         self.num_real = None
         self.cumulative_length = 0
-        self.ragged = False
 
     # ------------------------------------------------------------------ used by mixers
 
@@ -251,7 +247,7 @@ class MixerKVLayer(_RealTokens, DynamicLayer):
             self.keep = keep.new_ones(len(keep), self.cumulative_length)
         if self.keep is not None:
             self.keep = torch.cat([self.keep, keep], dim=1)
-        self._count(keep, all_real)
+        self._count(keep)
 
     def extend(self, name: str, new: Tensor) -> Tensor:
         """Add `new` [B, …, T, W] of the tokens counted last to the stream `name`; returns the whole stream.

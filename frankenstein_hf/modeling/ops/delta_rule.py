@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .backend import use_triton
-from .numerics import LOG_TINY, at_least_fp32, decay_exp, flush_tiny, split_chunks
+from .chunking import Chunked, load_chunks, time_segments
+from .numerics import LOG_TINY, at_least_fp32, decay_exp, flush_tiny
 
 SEGMENT_ROWS = 2048  # tokens times heads of a segment: its tensors stay in cache, its operations stay large
 SHORT = 4  # up to here the token loop is cheaper than setting up chunks
@@ -274,11 +275,11 @@ class _ChunkDeltaRule(torch.autograd.Function):
         for x in (*inputs, S):
             dtype = torch.promote_types(dtype, x.dtype)
         S = S.to(dtype).reshape(B * H, K, V)
-        output = _Chunked((B, H, T, V), inputs[0].dtype, S.device, C)
+        output = Chunked((B, H, T, V), inputs[0].dtype, S.device, C)
         starts = []
-        for part in _segments(B * H, T, C):
+        for part in time_segments(B * H, T, C, SEGMENT_ROWS):
             starts.append(S)
-            q, k, e, z, g = _load(inputs, part, C, dtype)
+            q, k, e, z, g = load_chunks(inputs, part, C, dtype)
             seg = _prepare(q, k, e, g)
             states, u = _scan(seg, z, S)
             output.store(part, (seg.x_S[:, :, 0] @ states[:-1]).add_(seg.scores[:, :, 0] @ u).mul_(scale))
@@ -297,41 +298,13 @@ class _ChunkDeltaRule(torch.autograd.Function):
         if d_output is None:
             d_output = starts.new_zeros(1).expand(B, H, T, V)
         dS = torch.zeros_like(starts[0]) if d_final is None else d_final.to(starts.dtype).reshape(starts[0].shape)
-        grads = [_Chunked(x.shape, x.dtype, x.device, C) for x in inputs]
+        grads = [Chunked(x.shape, x.dtype, x.device, C) for x in inputs]
         with torch.autocast(starts.device.type, enabled=False):
-            for start, part in reversed(list(zip(starts, _segments(B * H, T, C)))):
-                q, k, e, z, g, do = _load([*inputs, d_output], part, C, starts.dtype)
+            for start, part in reversed(list(zip(starts, time_segments(B * H, T, C, SEGMENT_ROWS)))):
+                q, k, e, z, g, do = load_chunks([*inputs, d_output], part, C, starts.dtype)
                 seg = _prepare(q, k, e, g)
                 states, u = _scan(seg, z, start)
                 *chunks, dS = _segment_backward(seg, states, u, g, do * ctx.scale, dS)
                 for grad, x in zip(grads, chunks):
                     grad.store(part, x)
         return *(grad.result() for grad in grads), dS.view(B, H, K, V), None, None
-
-
-def _segments(BH: int, T: int, C: int) -> list[slice]:
-    """Time slices of whole chunks."""
-    size = C * max(1, SEGMENT_ROWS // (BH * C))
-    return [slice(t, min(t + size, T)) for t in range(0, T, size)]
-
-
-def _load(tensors: list[Tensor], part: slice, C: int, dtype: torch.dtype) -> list[Tensor]:
-    """One segment of [B, H, T, …] tensors as chunks [N, B·H, C, …]; [B, H, T] becomes [N, B·H, C, 1]."""
-    return [split_chunks((x if x.dim() == 4 else x.unsqueeze(-1))[:, :, part].to(dtype), C) for x in tensors]
-
-
-class _Chunked:
-    """A [B, H, T, …] tensor to be filled with segments of chunks, each copied once."""
-
-    def __init__(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device, C: int):
-        B, H, T = shape[:3]
-        self.shape, self.C = shape, C
-        self.chunks = torch.empty(B * H, -(-T // C), C, *(shape[3:] or (1,)), dtype=dtype, device=device)
-
-    def store(self, part: slice, chunks: Tensor) -> None:
-        first = part.start // self.C
-        self.chunks[:, first : first + len(chunks)] = chunks.transpose(0, 1)
-
-    def result(self) -> Tensor:
-        B, H, T, *rest = self.shape
-        return self.chunks.view(B, H, -1, *rest)[:, :, :T]

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .numerics import at_least_fp32, decay_exp, flush_tiny, split_chunks
+from .chunking import Chunked, load_chunks, time_segments
+from .numerics import at_least_fp32, decay_exp, flush_tiny
 
 SEGMENT_ROWS = 1024  # tokens times heads of a segment: its tensors stay in the processor's cache
 CHUNK = 32
@@ -88,13 +89,13 @@ class _ChannelwiseDeltaRule(torch.autograd.Function):
         for x in (*inputs, S):
             dtype = torch.promote_types(dtype, x.dtype)
         S = S.to(dtype).reshape(B * H, K, V)
-        output = _Chunked((B, H, T, V), inputs[0].dtype, S.device, C)
-        writes = _Chunked((B, H, T, V), dtype, S.device, C)
+        output = Chunked((B, H, T, V), inputs[0].dtype, S.device, C)
+        writes = Chunked((B, H, T, V), dtype, S.device, C)
         loop = _Substitution(C, B * H, V, S)
         starts = []
-        for part in _segments(B * H, T, C):
+        for part in time_segments(B * H, T, C, SEGMENT_ROWS):
             starts.append(S)
-            q, k, v, eta, g = _load(inputs, part, C, dtype)
+            q, k, v, eta, g = load_chunks(inputs, part, C, dtype)
             o, y, S = _segment_forward(loop, q, k, v, eta, g, S)
             output.store(part, o.mul_(scale))
             writes.store(part, y)
@@ -112,11 +113,11 @@ class _ChannelwiseDeltaRule(torch.autograd.Function):
         if d_output is None:
             d_output = starts.new_zeros(1).expand(B, H, T, V)
         dS = torch.zeros_like(starts[0]) if d_final is None else d_final.to(starts.dtype).reshape(starts[0].shape)
-        grads = [_Chunked(x.shape, x.dtype, x.device, C) for x in inputs]
+        grads = [Chunked(x.shape, x.dtype, x.device, C) for x in inputs]
         loop = _Substitution(C, B * H, V, starts)
         with torch.autocast(starts.device.type, enabled=False):
-            for start, part in reversed(list(zip(starts, _segments(B * H, T, C)))):
-                q, k, v, eta, g, do = _load([*inputs, d_output], part, C, starts.dtype)
+            for start, part in reversed(list(zip(starts, time_segments(B * H, T, C, SEGMENT_ROWS)))):
+                q, k, v, eta, g, do = load_chunks([*inputs, d_output], part, C, starts.dtype)
                 y = writes[:, part].unflatten(1, (-1, C)).transpose(0, 1)
                 *chunks, dS = _segment_backward(loop, q, k, v, eta, g, y, start, do * ctx.scale, dS)
                 for grad, x in zip(grads, chunks):
@@ -265,35 +266,3 @@ def _hidden(C: int, device: torch.device) -> Tensor:
     """[2C, C]: writes a key (its own and later ones) and a query (later ones) must not see."""
     later = torch.ones(C, C, dtype=torch.bool, device=device)
     return torch.stack([later.triu(), later.triu(1)], dim=1).flatten(0, 1)
-
-
-def _segments(BH: int, T: int, C: int) -> list[slice]:
-    """Time slices of whole chunks."""
-    size = C * max(1, SEGMENT_ROWS // (BH * C))
-    return [slice(t, t + size) for t in range(0, T, size)]
-
-
-def _load(tensors: list[Tensor], part: slice, C: int, dtype: torch.dtype) -> list[Tensor]:
-    """One segment of [B, H, T, …] tensors as chunks [N, B·H, C, …], the last one filled with zeros."""
-    return [split_chunks(x[:, :, part].to(dtype), C) for x in tensors]
-
-
-class _Chunked:
-    """A [B, H, T, …] tensor to be filled with segments of chunks."""
-
-    def __init__(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device, C: int) -> None:
-        B, H, T, W = shape
-        self.shape, self.C = shape, C
-        self.chunks = torch.empty(B * H, -(-T // C), C, W, dtype=dtype, device=device)
-
-    def store(self, part: slice, chunks: Tensor) -> None:
-        first = part.start // self.C
-        self.chunks[:, first : first + len(chunks)] = chunks.transpose(0, 1)
-
-    def whole(self) -> Tensor:
-        """[B·H, T rounded up to chunks, …]."""
-        return self.chunks.flatten(1, 2)
-
-    def result(self) -> Tensor:
-        B, H, T, _ = self.shape
-        return self.chunks.view(B, H, -1, self.shape[-1])[:, :, :T]

@@ -58,16 +58,3 @@ class _FlushTiny(torch.autograd.Function):
 def flush_tiny(x: Tensor) -> Tensor:
     """`x` with entries below 1e-26 in magnitude replaced by exact zeros; its gradient is passed on likewise."""
     return _FlushTiny.apply(x) if x.requires_grad and torch.is_grad_enabled() else F.hardshrink(x, TINY)
-
-
-def split_chunks(x: Tensor, size: int) -> Tensor:
-    """[B, H, T, …] -> [N, B·H, C, …] with C = size, the last chunk filled with zeros.
-
-    Chunk-first, so that a loop reads contiguous slices. With one row and whole chunks the result may be a view.
-    """
-    B, H, T = x.shape[:3]
-    rest = x.shape[3:]
-    x = x.reshape(B * H, T, *rest)
-    if missing := -T % size:
-        x = torch.cat([x, x.new_zeros(B * H, missing, *rest)], dim=1)
-    return x.view(B * H, -1, size, *rest).transpose(0, 1).contiguous()
