@@ -9,6 +9,7 @@ the peak above what the process held before, in a forked child.
 """
 
 import ctypes
+import functools
 import gc
 import json
 import os
@@ -45,8 +46,10 @@ from frankenstein_hf.modeling.positions import RotaryEmbedding
 
 PREAMBLE = """Batch of one, 4 heads of 64, width 256, fp32, one thread, forward + backward, process CPU time, medians of
 interleaved runs; only ratios within one table mean anything. "scans" is all of a recurrent mixer that follows its
-projections (convolutions, norms, core), "mixers" whole mixers. A gate is the mean log-decay of a token; mixers whose
-decay is fixed, or not an input of the scan, run as they are."""
+projections (convolutions, norms, core; for titan window and memory), "mixers" whole mixers as they are initialised. A
+gate is the mean log-decay of a token; mixers whose decay is fixed, or not an input of the scan, run as they are. Growth
+is that of time, fourfold where cost is linear and length quadruples; MB are peak memory, also in units of the eager
+attention of transformers."""
 B, H, W, D = 1, 4, 64, 256  # batch, heads, head width, model width
 Step = Callable[[], Any]
 
@@ -172,20 +175,22 @@ def cores(arguments: Arguments) -> dict[str, Any]:
     return results
 
 
+def eager_attention(T: int) -> Step:
+    """Forward and backward of transformers' causal attention that materialises its scores."""
+    mask = torch.full((T, T), -torch.inf).triu(1)
+    module = torch.nn.Module().eval()
+    module.num_key_value_groups = 1  # type: ignore[assignment]
+    return train_step(
+        lambda *x: eager_attention_forward(module, *x, mask, scaling=W**-0.5)[0], heads(T), heads(T), heads(T)
+    )
+
+
 def memory(arguments: Arguments) -> dict[str, Any]:
     """Peak memory in MB and in units of eager attention, and its growth."""
     peaks: dict[str, dict[int, int]] = {}
     for T in arguments.lengths:
-        q, k, v = heads(T), heads(T), heads(T)
-        mask = torch.full((T, T), -torch.inf).triu(1)
-        module = torch.nn.Module().eval()
-        module.num_key_value_groups = 1  # type: ignore[assignment]
-
-        def attend(q, k, v, mask=mask, module=module):
-            return eager_attention_forward(module, q, k, v, mask, scaling=W**-0.5)[0]
-
-        eager = train_step(attend, q, k, v)
-        for name, step in {**core_cases(T, arguments.gates[0]), "transformers' eager attention": eager}.items():
+        cases = {**core_cases(T, arguments.gates[0]), "transformers' eager attention": eager_attention(T)}
+        for name, step in cases.items():
             peaks.setdefault(name, {})[T] = peak_bytes(step)
     first, last = min(arguments.lengths), max(arguments.lengths)
     return {
@@ -198,11 +203,12 @@ def memory(arguments: Arguments) -> dict[str, Any]:
     }
 
 
-def build_mixer(name: str) -> tuple[Any, Any]:
+def build_mixer(name: str, **params: Any) -> tuple[Any, Any]:
     """A mixer of width 256 with 4 heads, and its configuration."""
     config = fhf.FrankensteinConfig(
-        vocab_size=512, hidden_size=D, num_attention_heads=H, num_hidden_layers=1, layer_pattern=name
-    )
+        vocab_size=512, hidden_size=D, num_attention_heads=H, num_hidden_layers=1, layer_pattern=name,
+        mixer_params={name: params},
+    )  # fmt: skip
     spec = MIXERS.get(name)
     mixer = implementation(spec)(config, 0)
     for module in mixer.modules():
@@ -234,51 +240,74 @@ def scan_step(name: str, T: int, gate: float) -> Step:
     x = torch.randn(B, T, D)
     with torch.no_grad():
         inputs = mixer.project(x, plain_context(x, config, True).rows[0])
-    for key, value in inputs.items():
-        decayed = gate * torch.rand_like(value).add(0.5) if "log_decay" in key else value
-        inputs[key] = decayed.detach().requires_grad_(value.is_floating_point())
+    leaves = scan_leaves(inputs, gate)
+    return train_step(lambda *values: mixer.scan(dict(zip(inputs, values)), {}, None)[0], *leaves)
 
-    def step() -> None:
-        for value in inputs.values():
-            value.grad = None
-        mixer.scan(inputs, {}, None)[0].sum().backward()
 
-    return step
+def titan_step(memory: str, T: int, gate: float) -> Step:
+    """Forward and backward of titan's window attention and of its memory."""
+    mixer, _ = build_mixer("titan", memory=memory)
+    with torch.no_grad():
+        inputs = mixer.memorable(torch.randn(B, T, D))
+    leaves = scan_leaves(inputs, gate)
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
+        recalled, _ = mixer.remember(dict(zip(inputs, values)), {}, None)
+        return window_attention(q, k, v, left=mixer.params.window_size - 1, right=0).mT.sum() + recalled.sum()
+
+    return train_step(run, heads(T), heads(T), heads(T), *leaves)
+
+
+def scan_leaves(inputs: dict[str, torch.Tensor], gate: float) -> list[torch.Tensor]:
+    """A scan's inputs, the logarithms of decays among them replaced by ones around `gate`."""
+    return [gate * torch.rand_like(x).add(0.5) if name.startswith("log_") else x for name, x in inputs.items()]
 
 
 def scans(arguments: Arguments) -> dict[str, Any]:
     """Recurrent mixers without their projections, in units of causal SDPA, with growth and peak memory."""
     names = [n for n in arguments.mixers if hasattr(implementation(MIXERS.get(n)), "project") and MIXERS.get(n).causal]
-    results: dict[str, dict[str, float]] = {name: {} for name in names}
-    first, last = min(arguments.lengths), max(arguments.lengths)
+    make: dict[str, Callable[[int, float], Step]] = {name: functools.partial(scan_step, name) for name in names}
+    if "titan" in arguments.mixers:
+        make |= {f"titan, {kind} memory": functools.partial(titan_step, kind) for kind in ("linear", "mlp")}
+    results: dict[str, dict[str, float]] = {name: {} for name in make}
+    *_, before, last = [None, *sorted(arguments.lengths)]
     for gate in arguments.gates:
         seconds = {}
         for T in arguments.lengths:
             q, k, v = heads(T), heads(T), heads(T)
             sdpa = train_step(lambda *x: F.scaled_dot_product_attention(*x, is_causal=True), q, k, v)
-            steps = {name: scan_step(name, T, gate) for name in names}
+            steps = {name: step(T, gate) for name, step in make.items()}
             seconds[T] = interleaved({"sdpa": sdpa, **steps}, arguments.rounds)
-            for name in names:
-                results[name][f"/ sdpa at {T}, gate {gate}"] = seconds[T][name] / seconds[T]["sdpa"]
-        for name in names:
-            results[name][f"growth {first} to {last}, gate {gate}"] = seconds[last][name] / seconds[first][name]
-    for name in names:
-        results[name][f"MB at {last}"] = peak_bytes(scan_step(name, last, arguments.gates[0])) / 2**20
+            for name in make:
+                results[name][f"/ sdpa at {T}, gate {gate:g}"] = seconds[T][name] / seconds[T]["sdpa"]
+        for name in make if before else ():
+            growth = seconds[last][name] / seconds[before][name]
+            results[name][f"growth {before} to {last}, gate {gate:g}"] = growth
+    eager = peak_bytes(eager_attention(last))
+    for name, step in make.items():
+        peak = peak_bytes(step(last, arguments.gates[0]))
+        results[name] |= {f"MB at {last}": peak / 2**20, "/ eager attention": peak / eager}
     return results
 
 
 def mixers(arguments: Arguments) -> dict[str, Any]:
     """Whole mixers (projections included), causal and bidirectional, in units of `standard`."""
     results: dict[str, dict[str, float]] = {}
-    for T in arguments.lengths:
-        for mode in ("causal", "bidirectional"):
-            names = [name for name in arguments.mixers if getattr(MIXERS.get(name), mode)]
-            names = list(dict.fromkeys(["standard", *names]))
+    *_, before, last = [None, *sorted(arguments.lengths)]
+    for mode in ("causal", "bidirectional"):
+        names = [name for name in arguments.mixers if getattr(MIXERS.get(name), mode)]
+        names = list(dict.fromkeys(["standard", *names]))
+        seconds = {}
+        for T in arguments.lengths:
             steps = {name: train_step(make_mixer(name, mode == "causal"), torch.randn(B, T, D)) for name in names}
-            seconds = interleaved(steps, arguments.rounds)
+            seconds[T] = interleaved(steps, arguments.rounds)
             for name in names:
-                row = results.setdefault(name, {})
-                row[f"{mode} / standard at {T}"] = seconds[name] / seconds["standard"]
+                results.setdefault(name, {})[f"{mode} / standard at {T}"] = seconds[T][name] / seconds[T]["standard"]
+        for name in names:
+            if before:
+                results[name][f"{mode}, growth {before} to {last}"] = seconds[last][name] / seconds[before][name]
+            step = train_step(make_mixer(name, mode == "causal"), torch.randn(B, last, D))
+            results[name][f"{mode}, MB at {last}"] = peak_bytes(step) / 2**20
     return results
 
 
@@ -416,7 +445,7 @@ def draw(rows: dict[str, dict[str, float]], arguments: Arguments, path: Path) ->
     figure, axes = pyplot.subplots(figsize=(7, 5))
     axes.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
     for name, row in rows.items():
-        costs = [row[f"/ sdpa at {T}, gate {arguments.gates[0]}"] for T in arguments.lengths]
+        costs = [row[f"/ sdpa at {T}, gate {arguments.gates[0]:g}"] for T in arguments.lengths]
         axes.plot(arguments.lengths, costs, marker="o", label=name)
     axes.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
     axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="time / causal SDPA")
