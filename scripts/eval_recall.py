@@ -1,20 +1,22 @@
 """Associative recall in miniature: one layer must give back the value that was stored with a key.
 
     python scripts/eval_recall.py --mixers standard gated_deltanet gla --pairs 4 8 64
-    python scripts/eval_recall.py --json recall.json --plot recall.png      # every causal mixer; hours on two cores
+    python scripts/eval_recall.py --json recall.json --markdown docs/recall.md --plot docs/recall.png
 
 A sequence is n stacked pairs [k_i; v_i] of random directions with 16 channels each, then every key again in another
-order. The layer (norm, mixer, residual, norm, projection) answers each with a vector; it is right when that is nearest
-to the value of the right pair among the n. Trained for 250 steps by cross-entropy over the n candidates; for each mixer
-and n, the best learning rate of a sweep is chosen on its first seed, and the mean accuracy over all seeds is reported,
-on sequences never seen. A pair is one token and its neighbours have nothing to do with it, so short convolutions, and
-the storing of a value under the key before it, are switched off where a mixer lets them be. With keys of 16 channels a
+order. The layer (norm, mixer with 4 heads of 16 channels, residual, norm, projection) answers each with a vector; it
+is right when that is nearest to the value of the right pair among the n. Trained for 250 steps of 4096 questions by
+cross-entropy over the n candidates; for each mixer and n, the best learning rate of a sweep is chosen on its first
+seed, and the mean accuracy over all seeds is reported, on sequences never seen. A pair is one token, its neighbours
+have nothing to do with it and all of its value is asked for, so what a mixer lets be is switched off: short
+convolutions, gates on its output, and the storing of a value under the key before it. With keys of 16 channels a
 state of fixed size cannot hold 64 pairs exactly; softmax attention can.
 """
 
 import dataclasses
 import json
 import statistics
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,12 @@ import frankenstein_hf as fhf
 from frankenstein_hf.configuration.registries import MIXERS
 
 WIDTH = 16  # channels of keys and of values
-HIDDEN = 64
+HEADS = 4
+HIDDEN = HEADS * WIDTH
+SWITCHED_OFF = ("use_short_conv", "short_conv", "shifted", "gate")  # parameters that do not serve the task
 TEMPERATURE = 0.1
+
+Results = dict[str, dict[str, dict[str, Any]]]  # by mixer and number of pairs (text, as in JSON)
 
 
 @dataclass
@@ -41,11 +47,12 @@ class Arguments:
         metadata={"help": "mixers to compare"},
     )
     pairs: list[int] = field(default_factory=lambda: [4, 8, 16, 32, 64], metadata={"help": "numbers of stored pairs"})
-    learning_rates: list[float] = field(default_factory=lambda: [3e-3, 1e-2, 3e-2], metadata={"help": "the sweep"})
+    learning_rates: list[float] = field(default_factory=lambda: [5e-3, 1e-2], metadata={"help": "the sweep"})
     seeds: int = field(default=2, metadata={"help": "runs at the best learning rate"})
     steps: int = field(default=250, metadata={"help": "training steps"})
-    batch_size: int = field(default=128, metadata={"help": "sequences a step"})
-    json: str | None = field(default=None, metadata={"help": "where to write the results"})
+    questions: int = field(default=4096, metadata={"help": "questions a step: sequences times pairs"})
+    json: str | None = field(default=None, metadata={"help": "where to keep results; those it has are not run again"})
+    markdown: str | None = field(default=None, metadata={"help": "where to write the table as a page"})
     plot: str | None = field(default=None, metadata={"help": "where to draw accuracy against pairs (needs 'plots')"})
 
     def __post_init__(self) -> None:
@@ -53,21 +60,21 @@ class Arguments:
             spec = MIXERS.get(name)
             if not spec.causal or spec.needs_input_ids:
                 raise ValueError(f"{name!r} cannot be evaluated: the task is causal and has no token ids.")
-        for name in ("seeds", "steps", "batch_size", *(f"pairs[{i}]" for i in range(len(self.pairs)))):
+        for name in ("seeds", "steps", "questions", *(f"pairs[{i}]" for i in range(len(self.pairs)))):
             value = self.pairs[int(name[6:-1])] if name.startswith("pairs[") else getattr(self, name)
             if value < 1:
                 raise ValueError(f"--{name} must be at least 1, got {value}.")
 
 
 class Recaller(nn.Module):
-    """One mixer with a single head whose keys and values have 16 channels."""
+    """One mixer whose heads have keys and values of 16 channels."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         options = {field.name for field in dataclasses.fields(MIXERS.get(name).params)}
-        params = {option: False for option in ("use_short_conv", "short_conv", "shifted") if option in options}
+        params = {option: False for option in SWITCHED_OFF if option in options}
         config = fhf.FrankensteinConfig(
-            vocab_size=2, hidden_size=HIDDEN, num_hidden_layers=1, num_attention_heads=1, head_dim=WIDTH,
+            vocab_size=2, hidden_size=HIDDEN, num_hidden_layers=1, num_attention_heads=HEADS, head_dim=WIDTH,
             intermediate_size=1,
             mixer_params={name: params}, layer_pattern=name, initializer_range=HIDDEN**-0.5, tie_word_embeddings=False,
         )  # fmt: skip
@@ -105,7 +112,7 @@ def accuracy(name: str, n: int, learning_rate: float, seed: int, arguments: Argu
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, arguments.steps, pct_start=0.1)
     for _ in range(arguments.steps):
-        inputs, values, asked = batch(arguments.batch_size, n, generator)
+        inputs, values, asked = batch(max(1, arguments.questions // n), n, generator)
         optimizer.zero_grad()
         F.cross_entropy(scores(model, inputs, values).flatten(0, 1), asked.flatten()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -122,10 +129,11 @@ def evaluate(name: str, n: int, arguments: Arguments) -> dict[str, Any]:
     sweep = {rate: accuracy(name, n, rate, 0, arguments) for rate in arguments.learning_rates}
     best = max(sweep, key=lambda rate: sweep[rate])
     runs = [sweep[best], *(accuracy(name, n, best, seed, arguments) for seed in range(1, arguments.seeds))]
-    return {"accuracy": statistics.mean(runs), "runs": runs, "learning_rate": best, "sweep": sweep}
+    by_rate = {str(rate): value for rate, value in sweep.items()}
+    return {"accuracy": statistics.mean(runs), "runs": runs, "learning_rate": best, "sweep": by_rate}
 
 
-def draw(results: dict[str, dict[int, dict[str, Any]]], path: Path) -> None:
+def draw(results: Results, path: Path) -> None:
     """Accuracy against the number of pairs, a line a mixer."""
     try:
         from matplotlib import pyplot
@@ -134,29 +142,70 @@ def draw(results: dict[str, dict[int, dict[str, Any]]], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 5))
     axes.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
     for name, row in results.items():
-        axes.plot(list(row), [cell["accuracy"] for cell in row.values()], marker="o", label=name)
+        axes.plot([int(n) for n in row], [cell["accuracy"] for cell in row.values()], marker="o", label=name)
     axes.set(xscale="log", xlabel="stored pairs", ylabel="accuracy", ylim=(0, 1.02))
     axes.minorticks_off()
-    axes.set_xticks(list(next(iter(results.values()))), labels=[str(n) for n in next(iter(results.values()))])
+    counts = sorted({int(n) for row in results.values() for n in row})
+    axes.set_xticks(counts, labels=[str(n) for n in counts])
     axes.legend(fontsize=7, ncols=2)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
 
-def main(argv: list[str] | None = None) -> dict[str, dict[int, dict[str, Any]]]:
+def page(results: Results, arguments: Arguments) -> str:
+    """The table, in Markdown."""
+    lines = [
+        f"| mixer | {' | '.join(f'{n} pairs' for n in arguments.pairs)} |",
+        "|---" * (len(arguments.pairs) + 1) + "|",
+    ]
+    for name in arguments.mixers:
+        cells = []
+        for cell in (results[name][str(n)] for n in arguments.pairs):
+            runs = " ".join(f"{run:.1%}" for run in cell["runs"])
+            cells.append(f"{cell['accuracy']:.1%} ({runs}; lr {cell['learning_rate']:g})")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write to a temporary name, then rename."""
+    partial = path.with_name(f".{path.name}.tmp")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def load(path: Path, settings: dict[str, Any]) -> Results:
+    """Results an earlier run left at `path`; raises ValueError where they were made with other settings."""
+    if not path.exists():
+        return {}
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    if saved["settings"] != settings:
+        raise ValueError(f"{path} holds results of other settings ({saved['settings']}); choose another --json.")
+    return saved["results"]
+
+
+def main(argv: list[str] | None = None) -> Results:
     """Evaluate and print a Markdown table; returns accuracies by mixer and number of pairs."""
     (arguments,) = HfArgumentParser(Arguments).parse_args_into_dataclasses(argv)  # type: ignore[arg-type]
-    print(f"| mixer | {' | '.join(f'{n} pairs' for n in arguments.pairs)} |\n|---|{'---|' * len(arguments.pairs)}")
-    results: dict[str, dict[int, dict[str, Any]]] = {}
-    for name in arguments.mixers:
-        results[name] = {n: evaluate(name, n, arguments) for n in arguments.pairs}
-        cells = (f"{cell['accuracy']:.1%} (lr {cell['learning_rate']:g})" for cell in results[name].values())
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
-        if arguments.json:
-            target = Path(arguments.json)
-            partial = target.with_suffix(".tmp")
-            partial.write_text(json.dumps({"arguments": vars(arguments), "results": results}, indent=1))
-            partial.replace(target)
+    settings = {name: getattr(arguments, name) for name in ("learning_rates", "seeds", "steps", "questions")}
+    results = load(Path(arguments.json), settings) if arguments.json else {}
+    for name, n in ((name, n) for n in arguments.pairs for name in arguments.mixers):
+        row = results.setdefault(name, {})
+        if str(n) not in row:
+            row[str(n)] = evaluate(name, n, arguments)
+            print(f"{name}, {n} pairs: {row[str(n)]}", flush=True)
+            if arguments.json:
+                replace_file(Path(arguments.json), json.dumps({"settings": settings, "results": results}, indent=1))
+    results = {name: results[name] for name in arguments.mixers}
+    text = page(results, arguments)
+    print(f"\n{text}")
+    if arguments.markdown:
+        flags = " ".join(sys.argv[1:] if argv is None else argv)
+        about = (__doc__ or "").split("\n\n", 2)
+        head = f"# {about[0]}\n\n{about[2]}\nIn brackets the accuracy of every seed, and the learning rate.\n"
+        command = f"Written by `python scripts/eval_recall.py {flags}`.\n"
+        picture = f"\n![accuracy against stored pairs]({Path(arguments.plot).name})\n" if arguments.plot else ""
+        replace_file(Path(arguments.markdown), "\n".join([head, command, text]) + picture)
     if arguments.plot:
         draw(results, Path(arguments.plot))
     return results

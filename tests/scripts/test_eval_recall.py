@@ -29,16 +29,22 @@ def test_every_question_repeats_the_key_of_its_pair(program):
         assert (inputs[row, 5:, 16:32] == 0).all() and inputs[row, :, 32].tolist() == [0] * 5 + [4] * 5
 
 
-def test_a_perfect_answer_scores_highest_and_the_program_writes_its_results(program, tmp_path):
+def test_a_perfect_answer_scores_highest_and_the_program_writes_its_results(program, tmp_path, monkeypatch):
     inputs, values, asked = program.batch(4, 6, torch.Generator().manual_seed(1))
     perfect = values.gather(1, asked[..., None].expand(-1, -1, 16))
     assert torch.equal(program.scores(lambda _: perfect, inputs, values).argmax(-1), asked)
-    results = program.main(
-        ["--mixers", "gla", "--pairs", "2", "--steps", "2", "--batch_size", "4", "--learning_rates", "1e-2",
-         "--seeds", "2", "--json", str(tmp_path / "recall.json")]
-    )  # fmt: skip
-    assert len(results["gla"][2]["runs"]) == 2
-    assert json.loads((tmp_path / "recall.json").read_text())["results"]["gla"]["2"]["learning_rate"] == 0.01
+    saved, page = tmp_path / "recall.json", tmp_path / "recall.md"
+    flags = ["--pairs", "2", "--steps", "2", "--questions", "8", "--learning_rates", "1e-2", "--seeds", "2"]
+    results = program.main(["--mixers", "gla", *flags, "--json", str(saved)])
+    assert len(results["gla"]["2"]["runs"]) == 2
+    assert json.loads(saved.read_text())["results"]["gla"]["2"]["learning_rate"] == 0.01
+    # an interrupted run goes on where it was
+    monkeypatch.setattr(program, "accuracy", lambda name, *_: {"retnet": 0.5}[name])
+    again = program.main(["--mixers", "gla", "retnet", *flags, "--json", str(saved), "--markdown", str(page)])
+    assert again["gla"] == results["gla"] and again["retnet"]["2"]["accuracy"] == 0.5
+    assert "| retnet | 50.0% (50.0% 50.0%; lr 0.01) |" in page.read_text()
+    with pytest.raises(ValueError, match="other settings"):
+        program.main(["--mixers", "gla", *flags[:-1], "1", "--json", str(saved)])
     with pytest.raises(ValueError, match="'memory' cannot be evaluated"):
         program.main(["--mixers", "memory"])
     with pytest.raises(ValueError, match=r"pairs\[1\] must be at least 1"):
