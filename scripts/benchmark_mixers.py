@@ -94,7 +94,9 @@ def peak_bytes(step: Step) -> int:
     """Peak resident memory of `step` above what the process held before it, measured in a forked child."""
     read, write = os.pipe()
     if (child := os.fork()) == 0:
-        ctypes.CDLL(None).malloc_trim(0)  # else memory freed by earlier runs would hide what this one needs
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is held counts, not how the heap has been cut up before
+        libc.malloc_trim(0)  # else memory freed by earlier runs would hide what this one needs
         Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
 
         def resident(key: str) -> int:
