@@ -103,7 +103,9 @@ def _groups_last(x: Tensor, pooling: str) -> Tensor:
 def _group_means(g: Tensor, s: int) -> Tensor:
     """Means of g² over groups of s: […, n] -> […, ⌈n/s⌉]."""
     whole = g.shape[-1] - g.shape[-1] % s
-    means = g[..., :whole].unflatten(-1, (whole // s, s)).square().mean(-1)
+    means = g[..., :whole].unflatten(-1, (whole // s, s)).square() @ g.new_full(
+        (s,), 1 / s
+    )  # `mean` takes twice as long
     return means if whole == g.shape[-1] else torch.cat([means, g[..., whole:].square().mean(-1, keepdim=True)], -1)
 
 

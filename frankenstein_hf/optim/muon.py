@@ -30,10 +30,10 @@ class Muon(MatrixMethod):
 
         m ← μ m + (1 − μ) g;  O = NS((1 − μ) g + μ m);  W ← (1 − η λ) W − η s O
 
-    s is √max(1, rows/columns), or 0.2 √max(rows, columns) to match AdamW's step (arXiv 2502.16982). The matrix products
-    are in the parameters' precision on a CPU, where torch rounds to bf16, and in half precision elsewhere. The often
-    quoted shortcut without momentum and with the polynomial 3/2 X − 1/2 X XᵀX is momentum=0, coefficients="cubic"; it
-    leaves small singular values small.
+    s is √max(1, rows/columns), or 0.2 √max(rows, columns) to match AdamW's step (arXiv 2502.16982). The matrix
+    products are in the parameters' precision on a CPU, unless `ns_bf16` has them rounded as torch does, and in half
+    precision elsewhere. The often quoted shortcut without momentum and with the polynomial 3/2 X − 1/2 X XᵀX is
+    momentum=0, coefficients="cubic"; it leaves small singular values small.
     """
 
     params_class: ClassVar[type[OptimizerParams]] = MuonParams
@@ -48,7 +48,7 @@ class Muon(MatrixMethod):
 
     def orthogonalise(self, x: Tensor, triples: tuple[Triple, ...], group: ParamGroup) -> Tensor:
         """Newton–Schulz with these coefficients."""
-        return newton_schulz(x, triples, eps=group["eps"])
+        return newton_schulz(x, triples, eps=group["eps"], bf16=group["ns_bf16"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class TurboMuon(Muon):
     def orthogonalise(self, x: Tensor, triples: tuple[Triple, ...], group: ParamGroup) -> Tensor:
         if group["preconditioner"] == "cubic":
             return super().orthogonalise(x, (CUBIC, *triples), group)
-        return newton_schulz(x, triples, eps=group["eps"], almost_orthogonal=True)
+        return newton_schulz(x, triples, eps=group["eps"], bf16=group["ns_bf16"], almost_orthogonal=True)
 
 
 SPECS = (

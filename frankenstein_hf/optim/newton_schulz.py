@@ -56,6 +56,7 @@ def newton_schulz(
     eps: float = 1e-7,
     almost_orthogonal: bool = False,
     gram: bool | None = None,
+    bf16: bool = False,
 ) -> Tensor:
     """X ← a X + b X XᴴX + c X (XᴴX)², once for each (a, b, c), from X / max(‖X‖_F, eps).
 
@@ -66,6 +67,7 @@ def newton_schulz(
         almost_orthogonal: First divide each row (column, where m > n) by (Σ_j |X Xᴴ|_ij)^½, which bounds the singular
             values by 1 more tightly than the norm does (arXiv 2208.03160).
         gram: Iterate on X Xᴴ instead of X (see `_by_gram`); None: where that takes fewer operations.
+        bf16: Multiply fp32 matrices in bf16 whatever the device; the Gram form is then left to those who ask for it.
 
     The matrices are multiplied in their own precision on a CPU. On accelerators fp32 becomes bf16, as in Muon, or fp16
     for the Gram form, as in Dion3: in bf16 that can double the largest singular values.
@@ -77,9 +79,9 @@ def newton_schulz(
     y = x.mH if tall else x
     y = y / torch.linalg.matrix_norm(y, keepdim=True).clamp_min(eps)
     if gram is None:
-        gram = 2 * y.shape[-1] > 3 * y.shape[-2]
-    if x.device.type != "cpu" and x.dtype == torch.float32:
-        y = y.to(torch.float16 if gram else torch.bfloat16)
+        gram = 2 * y.shape[-1] > 3 * y.shape[-2] and not bf16
+    if x.dtype == torch.float32 and (bf16 or x.device.type != "cpu"):
+        y = y.to(torch.float16 if gram and not bf16 else torch.bfloat16)
     r = None
     if almost_orthogonal:
         r = y @ y.mH

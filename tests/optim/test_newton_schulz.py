@@ -77,6 +77,26 @@ def test_half_precision(gram):
     assert newton_schulz(zero, schedule("turbo", 4), almost_orthogonal=True, gram=gram).eq(0).all()
 
 
+@pytest.mark.parametrize("shape", [(2, 32, 32), (2, 32, 96), (2, 96, 32)])
+@pytest.mark.parametrize(("name", "steps", "start"), [("muon", 5, False), ("turbo", 4, True)])
+def test_bf16_products_on_a_cpu_are_near_the_exact_ones_and_only_where_asked(name, steps, start, shape):
+    torch.manual_seed(0)
+    x, triples = torch.randn(shape), schedule(name, steps)
+    exact = newton_schulz(x.double(), triples, almost_orthogonal=start).float()
+    near = newton_schulz(x, triples, almost_orthogonal=start)
+    rounded = newton_schulz(x, triples, almost_orthogonal=start, bf16=True)
+    assert rounded.dtype == torch.float32
+    assert (near - exact).norm() < 1e-4 * exact.norm()
+    assert 1e-3 * exact.norm() < (rounded - exact).norm() < 0.05 * exact.norm()
+
+
+def test_bf16_products_do_not_blow_up_ill_conditioned_matrices():
+    for least in (-2, -4):
+        x = with_singular_values(torch.logspace(0, least, 64, dtype=torch.float64), 64, 256).float()[None]
+        found = newton_schulz(x, schedule("muon", 5), bf16=True)[0].double()
+        assert torch.linalg.svdvals(found).max() < 1.25
+
+
 def test_complex_zero_and_tiny_matrices():
     triples = schedule("muon", 5)
     for gram in (False, True):
