@@ -3,6 +3,7 @@
 Importing the package registers the model family with transformers' Auto classes and the optimizers with its `Trainer`.
 """
 
+from .adapters import connect_peft
 from .attention_interface import register_attention_implementations
 from .auto import register
 from .components import list_mixers, mixer_spec, register_mixer
@@ -15,11 +16,19 @@ from .modeling.modeling_frankenstein import (
     FrankensteinModel,
     FrankensteinPreTrainedModel,
 )
+from .modeling.modeling_frankenstein_heads import (
+    FrankensteinForMultipleChoice,
+    FrankensteinForQuestionAnswering,
+    FrankensteinForSequenceClassification,
+    FrankensteinForTokenClassification,
+)
 from .optim import (
     create_optimizer,
     describe_groups,
     list_optimizers,
+    list_stabilizers,
     optimizer_spec,
+    stabilizer_spec,
     trainer_callbacks,
     trainer_optimizer,
 )
@@ -29,11 +38,16 @@ register()
 connect()
 register_attention_implementations()
 register_with_trainer()
+connect_peft()
 
 __all__ = [
     "FrankensteinConfig",
     "FrankensteinForCausalLM",
     "FrankensteinForMaskedLM",
+    "FrankensteinForMultipleChoice",
+    "FrankensteinForQuestionAnswering",
+    "FrankensteinForSequenceClassification",
+    "FrankensteinForTokenClassification",
     "FrankensteinModel",
     "FrankensteinPreTrainedModel",
     "__version__",
@@ -41,9 +55,11 @@ __all__ = [
     "describe_groups",
     "list_mixers",
     "list_optimizers",
+    "list_stabilizers",
     "mixer_spec",
     "optimizer_spec",
     "register_mixer",
+    "stabilizer_spec",
     "trainer_callbacks",
     "trainer_optimizer",
 ]

@@ -3,6 +3,10 @@
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 import frankenstein_hf as fhf
 from frankenstein_hf.configuration.registries import MIXERS
@@ -43,6 +47,17 @@ def tiny_model(pattern: str | list[str], is_causal: bool = True, seed: int = 0, 
 def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCAB, shape, generator=generator)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A stock fast tokenizer for `VOCAB` words: "t5" has the id 5."""
+    words = ["[PAD]", "[UNK]", "[MASK]", *(f"t{i}" for i in range(3, VOCAB))]
+    model = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    model.pre_tokenizer = Whitespace()
+    # the pre-tokenizer would split a plain "[MASK]"; the fast tokenizer adds it as a special token
+    return PreTrainedTokenizerFast(
+        tokenizer_object=model, pad_token="[PAD]", unk_token="[UNK]", mask_token="[MASK]", model_max_length=64
+    )
 
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor, rtol: float = 1e-4, atol: float = 1e-5) -> None:

@@ -168,6 +168,8 @@ class MixerSpec(ComponentSpec):
         token_size: `(params, config) -> floats` one token adds to the growing slots.
         needs_input_ids: Token ids must be given (not only embeddings).
         takes_residual: Receives the residual stream and the layer's norm instead of the normed input.
+        logits: Of the projections `q_proj` and `k_proj`, whose heads' dot products are the attention scores, those an
+            optimizer may rescale to bound the scores; the mixer returns their maxima when asked. Empty: no such scores.
         qk_norm: Accepts normalised queries and keys.
         gradient: "exact", or "surrogate" where the method itself substitutes gradients.
         parameter_free: `(params) -> bool`, true when only the four standard projections are used.
@@ -184,6 +186,7 @@ class MixerSpec(ComponentSpec):
     token_size: Callable[[Any, Any], int] = lambda params, config: 0
     needs_input_ids: bool = False
     takes_residual: bool = False
+    logits: tuple[str, ...] = ()
     qk_norm: bool = False
     gradient: str = "exact"
     parameter_free: Callable[[Any], bool] = lambda params: False

@@ -26,35 +26,52 @@ STATE_LAYER_TYPE = "frankenstein_state_1"
 KV_LAYER_TYPE = "frankenstein_kv_1"
 
 # Keys transformers itself writes into, or passes through, a configuration.
-TRANSFORMERS_KEYS = frozenset(
+_TRANSFORMERS_KEYS = (
     "_attn_implementation_internal _commit_hash _experts_implementation_internal _name_or_path architectures "
     "attn_implementation auto_map base_model_name_or_path custom_pipelines dtype experts_implementation "
     "id2label is_decoder label2id layer_types model_type name_or_path num_labels output_attentions "
     "partial_rotary_factor per_layer_config quantization_config rope_scaling rope_theta task_specific_params "
-    "tokenizer_class torch_dtype transformers_version transformers_weights use_bidirectional_attention".split()
+    "tokenizer_class torch_dtype transformers_version transformers_weights use_bidirectional_attention"
 )
+TRANSFORMERS_KEYS = frozenset(_TRANSFORMERS_KEYS.split())
 
 
 # What `per_layer_config` may change for one layer.
 PER_LAYER_KEYS = frozenset({"mixer_params", "intermediate_size", "hidden_act", "mlp_bias"})
 
 
-def _is_newer(version: object) -> bool:
+def is_newer(version: object) -> bool:
+    """Whether `version`, as "1.2.3", is above this code's."""
+
     def key(text: str) -> list[int]:
         return [int(part) for part in text.split(".") if part.isdigit()]
 
     return isinstance(version, str) and key(version) > key(FRANKENSTEIN_VERSION)
 
 
+def newer_note(version: object) -> str:
+    """The end of a message about a config of that `version`: what to do if it is newer than this code, else ""."""
+    if not is_newer(version):
+        return ""
+    return f" The config was written by frankenstein_hf {version}, this is {FRANKENSTEIN_VERSION}: upgrade to use it."
+
+
 def _raising_value_errors(cls: type) -> type:
-    """Turn the strict-dataclass errors of `cls` (which are no ValueErrors) into ValueErrors with the same message."""
+    """Turn the strict-dataclass errors of `cls` (which are no ValueErrors) into ValueErrors with the same message.
+
+    Errors of a config from a newer version say so.
+    """
 
     def translated(method: Callable) -> Callable:
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
             try:
                 method(self, *args, **kwargs)
-            except (StrictDataclassError, KeyError) as error:  # a KeyError is a rotary parameter that is missing
-                raise ValueError(f"{cls.__name__}: {error}") from error
+            except (ValueError, StrictDataclassError, KeyError) as error:  # KeyError: a rotary parameter is missing
+                note = newer_note(kwargs.get("frankenstein_version"))
+                if isinstance(error, ValueError) and not note:
+                    raise
+                message = str(error) if isinstance(error, ValueError) else f"{cls.__name__}: {error}"
+                raise ValueError(message + note) from error
 
         wrapper.__wrapped__ = method  # type: ignore[attr-defined]
         return wrapper
@@ -96,7 +113,8 @@ class FrankensteinConfig(PreTrainedConfig):
         is_causal: What the checkpoint was trained as; None lets the class decide (CausalLM: True, others: False).
         sparse_prediction: MaskedLM computes training logits at labelled positions only; `logits` is then
             [labelled, vocab_size]. The loss is the same.
-        classifier_pooling: "cls", "mean" or "last".
+        classifier_pooling: What a head that classifies sequences looks at: the first real token ("cls"), the last
+            ("last") or the "mean" of all. None chooses "last" for causal models, "mean" for others.
         classifier_dropout: Dropout before a classification head.
         layer_pattern: A mixer name or a list of them, repeated over the layers; its length must divide
             `num_hidden_layers`. Default: `["gated_deltanet", "swa", "gated_deltanet", "standard"]`, repeated and cut.
@@ -130,7 +148,7 @@ class FrankensteinConfig(PreTrainedConfig):
     use_cache: bool = True
     is_causal: bool | None = None
     sparse_prediction: bool = False
-    classifier_pooling: str = "mean"
+    classifier_pooling: str | None = None
     classifier_dropout: float | int = 0.0
     layer_pattern: list[str] | str | None = None
     mixer_params: dict[str, dict[str, Any]] | None = None
@@ -203,11 +221,8 @@ class FrankensteinConfig(PreTrainedConfig):
         if not unknown:
             return
         message = " ".join(f"Unknown config key {key!r}" + did_you_mean(key, fields) for key in unknown)
-        if _is_newer(self.frankenstein_version):
-            logger.warning_once(
-                f"{message} The config was written by frankenstein_hf {self.frankenstein_version}, this is "
-                f"{FRANKENSTEIN_VERSION}: the keys are kept but have no effect. Upgrade to use them."
-            )
+        if note := newer_note(self.frankenstein_version):
+            logger.warning_once(f"{message}{note} Until then the keys are kept but have no effect.")
         else:
             raise ValueError(message)
 
@@ -236,7 +251,7 @@ class FrankensteinConfig(PreTrainedConfig):
             if name not in ACT2FN:
                 raise ValueError(f"Unknown hidden_act {name!r}" + did_you_mean(name, ACT2FN))
         poolings = ("cls", "mean", "last")
-        if self.classifier_pooling not in poolings:
+        if self.classifier_pooling not in (None, *poolings):
             raise ValueError(
                 f"Unknown classifier_pooling {self.classifier_pooling!r}"
                 + did_you_mean(self.classifier_pooling, poolings)

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
@@ -26,6 +26,9 @@ from ..configuration.configuration_frankenstein import FRANKENSTEIN_VERSION
 from ..configuration.registries import MIXERS
 from ..modeling.hub_bundle import HEADS, read_card
 
+if TYPE_CHECKING:
+    from ..training.results import Results
+
 TEMPLATES = Path(__file__).parent.parent / "hub_cards"
 
 # What the Hub and `pipeline()` call the task of each head, and what the card calls the model.
@@ -33,9 +36,17 @@ TASKS = {
     "AutoModel": ("feature-extraction", "model without a head"),
     "AutoModelForCausalLM": ("text-generation", "causal language model"),
     "AutoModelForMaskedLM": ("fill-mask", "masked language model"),
+    "AutoModelForSequenceClassification": ("text-classification", "sequence classifier"),
+    "AutoModelForTokenClassification": ("token-classification", "token classifier"),
+    "AutoModelForQuestionAnswering": ("question-answering", "extractive question-answering model"),
+    "AutoModelForMultipleChoice": ("multiple-choice", "multiple-choice model"),
 }
 
+# Tasks whose cards show `pipeline()` at work; transformers has none for the others.
+PIPELINES = ("text-generation", "fill-mask", "text-classification", "token-classification")
+
 OUR_MARK = re.compile(r"<!-- frankenstein_hf card ([0-9a-f]{12}): [^\n]* -->\n")
+OUR_RESULTS = "\n## Results\n"
 OUR_TRAINING = "\n## Training\n"
 TRAINER_MARK = "generated automatically according to the information the Trainer had access to"
 # Trainer's empty sections: filled in, they are somebody's work.
@@ -57,8 +68,17 @@ class Card(NamedTuple):
     body: str
 
 
-def render(model: Any, directory: str | os.PathLike, repo_id: str | None = None, before: str | None = None) -> None:
-    """Write README.md for `model`; see `modeling.hub_bundle.render_card`."""
+def render(
+    model: Any,
+    directory: str | os.PathLike,
+    repo_id: str | None = None,
+    before: str | None = None,
+    results: "Results | None" = None,
+) -> None:
+    """Write README.md for `model`; see `modeling.hub_bundle.render_card`.
+
+    `results` of a training program become a section and the `model-index`; both stay when the card is written again.
+    """
     path = Path(directory) / "README.md"
     current, earlier = parse_card(read_card(directory) or ""), parse_card(before or "")
     if not is_generated(earlier):
@@ -66,8 +86,15 @@ def render(model: Any, directory: str | os.PathLike, repo_id: str | None = None,
         return
     if not is_generated(current):
         return
-    metadata = _metadata(model, earlier.metadata, current.metadata)
-    text = _body(model, Path(directory), repo_id, training_section(current.body) or training_section(earlier.body))
+    known = [earlier.metadata, current.metadata]
+    shown = results.text() if results else results_section(current.body) or results_section(earlier.body)
+    if results:
+        known.append({"model-index": results.model_index(_name(Path(directory), repo_id))})
+    elif results_section(earlier.body):  # rather than what Trainer makes of it
+        known.append({"model-index": earlier.metadata.get("model-index")})
+    metadata = _metadata(model, *known)
+    training = training_section(current.body) or training_section(earlier.body)
+    text = _body(model, Path(directory), repo_id, shown, training)
     digest = _digest(text)
     mark = f"<!-- frankenstein_hf card {digest}: written when the model is saved; once edited, it is left alone. -->"
     _replace(path, f"---\n{yaml_dump(metadata, sort_keys=False)}---\n{mark}\n\n{text}\n")
@@ -108,6 +135,11 @@ def training_section(body: str) -> str:
         )
         return f"{results.strip()}\n\n{procedure.strip()}"
     return body.partition(OUR_TRAINING)[2].strip() if OUR_MARK.search(body) else ""
+
+
+def results_section(body: str) -> str:
+    """The results that a training program put into one of our cards; "" when there are none."""
+    return body.partition(OUR_RESULTS)[2].partition(OUR_TRAINING)[0].strip() if OUR_MARK.search(body) else ""
 
 
 def decode_state(config: Any) -> tuple[int, int]:
@@ -151,7 +183,11 @@ def _metadata(model: Any, *known: dict[str, Any]) -> dict[str, Any]:
     return {**ours, **{key: value for key, value in others.items() if key not in ours}}
 
 
-def _body(model: Any, directory: Path, repo_id: str | None, training: str) -> str:
+def _name(directory: Path, repo_id: str | None) -> str:
+    return repo_id or directory.resolve().name
+
+
+def _body(model: Any, directory: Path, repo_id: str | None, results: str, training: str) -> str:
     config, auto_class = model.config, _auto_class(model)
     base = getattr(model, model.base_model_prefix, model)
     specs = [config.mixer_spec_for(layer_idx) for layer_idx in range(config.num_hidden_layers)]
@@ -159,10 +195,12 @@ def _body(model: Any, directory: Path, repo_id: str | None, training: str) -> st
     constant, per_token = decode_state(config)
     text = _template("model_card.md").render(
         config=config,
-        name=repo_id or directory.resolve().name,
+        name=_name(directory, repo_id),
         auto_class=auto_class,
         task=TASKS[auto_class][0],
         kind=TASKS[auto_class][1],
+        has_lm_head=model.get_output_embeddings() is not None,
+        has_pipeline=TASKS[auto_class][0] in PIPELINES,
         is_causal=model.is_causal,
         layers=_layers(config, specs, base.layers),
         carries_code=_carries_code(directory),
@@ -174,6 +212,7 @@ def _body(model: Any, directory: Path, repo_id: str | None, training: str) -> st
         needs_ids=sorted({spec.name for spec in specs if spec.needs_input_ids}),
         versions=f"frankenstein_hf {FRANKENSTEIN_VERSION}, transformers {transformers.__version__}, "
         f"torch {torch.__version__}",
+        results=results,
         training=training,
     )
     return text.strip()

@@ -8,6 +8,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .context import SequenceContext
 from .ops.backend import TRITON
+from .ops.max_logits import max_logits
 from .ops.scored_attention import eager_attention, scored_attention
 
 
@@ -46,6 +47,29 @@ def dense_attention(
         **context.kernel_kwargs,
     )
     return output.transpose(1, 2), weights
+
+
+def dense_max_logits(query: Tensor, key: Tensor, context: SequenceContext, scale: float) -> Tensor | None:
+    """[H] largest logits of `dense_attention` between visible real tokens, if asked for."""
+    if not context.output_max_logits:
+        return None
+    mask = context.mask()
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask > torch.finfo(mask.dtype).min / 2  # transformers writes the least number for -inf
+    places = torch.arange(key.shape[2], device=key.device)
+
+    def visible(queries: slice, keys: slice) -> Tensor | None:
+        seen = None if context.all_real else context.keep[:, None, queries, None]
+        if mask is not None:
+            block = mask[:, :, queries, keys]
+            seen = block if seen is None else seen & block
+        elif context.causal_flag:
+            seen = places[keys] <= places[queries, None]
+        return seen
+
+    return max_logits(
+        query, key, visible, scale=scale, spans=lambda start, stop: [(0, stop if context.causal_flag else key.shape[2])]
+    )
 
 
 def _mask_for(backend: str, context: SequenceContext, query: Tensor, key: Tensor) -> Any:

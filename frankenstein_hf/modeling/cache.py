@@ -140,7 +140,8 @@ class MixerStateLayer(_RealTokens, CacheLayerMixin):
                 + "Call cache.activate_past_recording() before the tokens that may have to be undone."
             )
         # keep the records up to the target, the last of them cut
-        length, kept = start, list[_Record]()
+        length = start
+        kept: list[_Record] = []
         for record in self._history:
             if length >= target and kept:
                 break
@@ -323,9 +324,81 @@ class MixerKVLayer(_RealTokens, DynamicLayer):
         return sum(x.numel() * x.element_size() for x in kept)
 
 
-# Nothing of a state layer depends on the cache's length, so it serves a static cache as well.
-STATIC_LAYER_TYPE_MAPPING.setdefault(STATE_LAYER_TYPE, MixerStateLayer)
-STATIC_LAYER_TYPE_MAPPING.setdefault(KV_LAYER_TYPE, MixerKVLayer)
+class MixerStaticStateLayer(MixerStateLayer):
+    """States that stay where they are from call to call, as a compiled decoding step wants them."""
+
+    _layer_type: str | None = None  # named below: transformers takes a class with a name for the growing cache's
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Not while the past is recorded, whose records grow."""
+        return not self.record_past
+
+    def write(self, states: States, inputs: States, keep: Tensor, all_real: bool) -> None:
+        """Store the states after a call, in the tensors of the call before. See the base class."""
+        kept = self.states
+        super().write(states, inputs, keep, all_real)
+        if kept and not self.record_past:
+            self.states = {name: kept[name].copy_(x) for name, x in states.items()}
+
+
+class MixerStaticKVLayer(MixerKVLayer):
+    """Keys, values and streams of fixed length, filled in place.
+
+    A mixer gets all `max_cache_len` places back, and a mask that hides the empty ones.
+    """
+
+    _layer_type: str | None = None
+    is_compileable = True
+
+    def __init__(self, max_cache_len: int, **kwargs: Any) -> None:
+        super().__init__()
+        self.max_cache_len = max_cache_len
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.__init__(self.max_cache_len)  # type: ignore[misc]
+
+    def get_max_length(self) -> int:
+        """Places there are."""
+        return self.max_cache_len
+
+    def append(self, key: Tensor, value: Tensor, keep: Tensor, all_real: bool) -> tuple[Tensor, Tensor]:
+        self.count(keep, all_real)
+        return self.extend("key", key), self.extend("value", value)
+
+    def count(self, keep: Tensor, all_real: bool) -> None:
+        start, T = self.cumulative_length, keep.shape[1]
+        if start + T > self.max_cache_len:
+            raise ValueError(
+                f"The static cache has {self.max_cache_len} places, {start} of them taken; {T} more tokens do not fit. "
+                "Make it longer (max_cache_len), or use a dynamic cache."
+            )
+        if self.keep is None:
+            self.keep = keep.new_zeros(len(keep), self.max_cache_len)
+        self.keep.index_copy_(1, start + torch.arange(T, device=keep.device), keep)
+        self._count(keep)
+
+    def extend(self, name: str, new: Tensor) -> Tensor:
+        T = new.shape[-2]
+        if name not in self.streams:
+            self.device, self.is_initialized = new.device, True
+            self.streams[name] = new.new_zeros(*new.shape[:-2], self.max_cache_len, new.shape[-1])
+        places = self.cumulative_length - T + torch.arange(T, device=new.device)
+        return self.streams[name].index_copy_(new.dim() - 2, places, new)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        target = self._target(tokens_to_remove)
+        if self.keep is None:
+            return
+        self.keep[:, target:] = False
+        self.num_real, self.cumulative_length = self.keep.sum(1), target
+
+
+MixerStaticStateLayer._layer_type = STATE_LAYER_TYPE
+MixerStaticKVLayer._layer_type = KV_LAYER_TYPE
+STATIC_LAYER_TYPE_MAPPING.setdefault(STATE_LAYER_TYPE, MixerStaticStateLayer)
+STATIC_LAYER_TYPE_MAPPING.setdefault(KV_LAYER_TYPE, MixerStaticKVLayer)
 
 
 def cache_num_bytes(cache: Any) -> int:

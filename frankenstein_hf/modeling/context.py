@@ -37,7 +37,9 @@ class Rows:
     num_past: Tensor | None
     batch_index: Tensor | None
     size: int
-    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self._memo: dict[Any, Any] = {}  # derived lazily
 
     @property
     def is_causal(self) -> bool:
@@ -106,12 +108,14 @@ class SequenceContext:
         num_past: [B] real tokens already in the cache, or None when there are none.
         past_length: Physical length of the cache.
         past_keep: [B, past_length] True at real cached tokens, or None when all are.
+        num_places: S of a static cache, whose places behind the tokens of this call are empty; None: past_length + T.
         is_causal: Whether later tokens are invisible.
         input_ids: [B, T] or None when only embeddings were given.
         custom_mask: The caller's 4-D mask, bool (True = visible) or additive, or None.
         backend: The `attn_implementation` in force.
         rotary_function: `(positions, width) -> (cos, sin)`.
         output_attentions: Whether layers should return their weights where they have them.
+        output_max_logits: Whether they should return their heads' largest logits where they have some.
         kernel_kwargs: Arguments only transformers' attention functions read (`cu_seq_lens_q` …).
     """
 
@@ -122,14 +126,19 @@ class SequenceContext:
     num_past: Tensor | None
     past_length: int
     past_keep: Tensor | None
+    num_places: int | None
     is_causal: bool
     input_ids: Tensor | None
     custom_mask: Tensor | None
     backend: str
     rotary_function: RotaryFunction
     output_attentions: bool = False
+    output_max_logits: bool = False
     kernel_kwargs: dict[str, Any] = field(default_factory=dict)
-    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        # Derived lazily. No field: FSDP follows the fields of a layer's arguments, and rows know their context.
+        self._memo: dict[Any, Any] = {}
 
     @property
     def num_real(self) -> Tensor:
@@ -144,7 +153,7 @@ class SequenceContext:
             for f in fields(self)
             if isinstance(value := getattr(self, f.name), Tensor)
         }
-        return replace(self, **moved, _memo={})
+        return replace(self, **moved)
 
     def rotary(self, width: int) -> tuple[Tensor, Tensor]:
         """cos and sin [B or 1, T, width] for heads of any width, in the native layout."""
@@ -160,7 +169,11 @@ class SequenceContext:
         None when nothing needs masking beyond `causal_flag`. A pad sees itself only, so its row stays finite.
         """
         if "mask" not in self._memo:
-            self._memo["mask"] = self.custom_mask if self.custom_mask is not None else self._build_mask()
+            mask = self._build_mask() if self.custom_mask is None else self.custom_mask
+            if self.custom_mask is not None and (missing := self._places() - self.custom_mask.shape[-1]):
+                hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+                mask = torch.nn.functional.pad(mask, (0, missing), value=hidden)
+            self._memo["mask"] = mask
         return self._memo["mask"]
 
     @property
@@ -168,22 +181,32 @@ class SequenceContext:
         """Whether the plain causal triangle is all that `mask()` leaves out (SDPA's `is_causal`)."""
         return self.mask() is None and self.is_causal and self.keep.shape[1] > 1
 
+    def _places(self) -> int:
+        """S."""
+        return self.past_length + self.keep.shape[1] if self.num_places is None else self.num_places
+
     def _build_mask(self) -> Tensor | None:
         B, T = self.keep.shape
-        past, device = self.past_length, self.keep.device
-        plain = self.all_real and self.past_keep is None and self.documents is None
+        past, S, device = self.past_length, self._places(), self.keep.device
+        plain = self.all_real and self.past_keep is None and self.documents is None and self.num_places is None
         if plain and (not self.is_causal or T == 1 or past == 0):
             return None
         places = torch.arange(T, device=device)
-        visible = torch.ones(1, T, past + T, dtype=torch.bool, device=device)
+        visible = torch.ones(1, T, S, dtype=torch.bool, device=device)
         if self.is_causal:
-            visible = visible & (torch.arange(past + T, device=device) <= places[:, None] + past)
+            visible = visible & (torch.arange(S, device=device) <= places[:, None] + past)
         if self.documents is not None:  # only without a past
             visible = visible & (self.documents[:, :, None] == self.documents[:, None, :])
         if not self.all_real or self.past_keep is not None:
-            past_keep = self.past_keep if self.past_keep is not None else self.keep.new_ones(B, past)
-            own = torch.arange(past + T, device=device) == places[:, None] + past
-            visible = visible & torch.cat([past_keep, self.keep], dim=1)[:, None, :]
+            past_keep = self.past_keep
+            if past_keep is None:
+                past_keep = self.keep.new_ones(B, past) if self.num_places is None else self.keep.new_zeros(B, S)
+            own = torch.arange(S, device=device) == places[:, None] + past
+            if self.num_places is None:
+                real = torch.cat([past_keep, self.keep], dim=1)
+            else:  # the cache's own mask, all places long
+                real = past_keep.index_copy(1, places + past, self.keep)
+            visible = visible & real[:, None, :]
             visible = torch.where(self.keep[:, :, None], visible, own)
         return visible[:, None]
 
@@ -288,11 +311,13 @@ def make_context(
     past_length: int,
     past_num_real: Tensor | None,
     past_keep: Tensor | None,
+    num_places: int | None = None,
     is_causal: bool,
     input_ids: Tensor | None,
     backend: str,
     rotary_function: RotaryFunction,
     output_attentions: bool = False,
+    output_max_logits: bool = False,
     kernel_kwargs: dict[str, Any] | None = None,
 ) -> SequenceContext:
     """Check the caller's arguments and decide what the batch looks like.
@@ -306,8 +331,10 @@ def make_context(
         seq_idx: [B, T] document numbers.
         cu_seq_lens_q: [documents + 1] borders in a batch of one.
         look_for_documents: Whether the batch may be packed; not with a cache.
-        past_length, past_num_real, past_keep: What the cache reports.
-        is_causal, input_ids, backend, rotary_function, output_attentions, kernel_kwargs: See `SequenceContext`.
+        past_length, past_num_real, past_keep, num_places: What the cache reports. In a static cache `past_keep` is all
+            places long.
+        is_causal, input_ids, backend, rotary_function, output_attentions, output_max_logits, kernel_kwargs: See
+            `SequenceContext`.
 
     Raises:
         ValueError: Shapes that do not fit, an empty batch, or packing together with a cache.
@@ -320,18 +347,21 @@ def make_context(
         raise ValueError(f"position_ids must be [{B}, {T}] or [1, {T}], got {list(position_ids.shape)}.")
     keep = torch.ones(B, T, dtype=torch.bool, device=device)
     all_real = True
+    # a compiled decoding step takes any mask for one with pads: looking would be a break in its graph
+    unseen = T == 1 and past_num_real is not None and torch.compiler.is_compiling()
     if mask_2d is not None:
         keep = mask_2d[:, -T:].to(device=device, dtype=torch.bool)
-        all_real = bool(keep.all())
-        if mask_2d.shape[1] > T:
-            past_keep = mask_2d[:, :-T].to(device=device, dtype=torch.bool)
-            if past_num_real is not None and not torch.equal(past_keep.sum(1), past_num_real.to(device)):
+        all_real = not unseen and bool(keep.all())
+        if mask_2d.shape[1] > T and not unseen:
+            given = mask_2d[:, :-T].to(device=device, dtype=torch.bool)
+            past_keep = given if num_places is None else past_keep
+            if past_num_real is not None and not torch.equal(given.sum(1), past_num_real.to(device)):
                 raise ValueError(
                     "attention_mask marks other cached tokens as pads than the calls that cached them did "
-                    f"({past_keep.sum(1).tolist()} real tokens a row now, {past_num_real.tolist()} then); a cache cannot "
-                    "forget single tokens. Start anew without the cache."
+                    f"({given.sum(1).tolist()} real tokens a row now, {past_num_real.tolist()} then); a cache "
+                    "cannot forget single tokens. Start anew without the cache."
                 )
-    if past_keep is not None and bool(past_keep.all()):
+    if past_keep is not None and num_places is None and not unseen and bool(past_keep.all()):
         past_keep = None
     num_past = past_num_real if past_length else None
     if custom_mask is not None:
@@ -355,12 +385,14 @@ def make_context(
         num_past=num_past,
         past_length=past_length,
         past_keep=past_keep,
+        num_places=num_places,
         is_causal=is_causal,
         input_ids=input_ids,
         custom_mask=custom_mask,
         backend=backend,
         rotary_function=rotary_function,
         output_attentions=output_attentions,
+        output_max_logits=output_max_logits,
         kernel_kwargs=kernel_kwargs or {},
     )
 
@@ -433,14 +465,24 @@ def _positions(keep: Tensor, all_real: bool, documents: Tensor | None) -> Tensor
     return (place - first.gather(1, documents)).clamp_min(0)
 
 
-def unpredictable_labels(
-    labels: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, **packing: Tensor | None
+def packed_starts(
+    tokens: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    seq_idx: Tensor | None,
+    cu_seq_lens_q: Tensor | None,
 ) -> Tensor | None:
-    """[B, T] True at first tokens of packed documents, which nothing before them can predict; None when unpacked."""
-    keep = torch.ones_like(labels, dtype=torch.bool)
+    """[B, T] True at the first token of every packed document but a row's first; None when each row is one document.
+
+    Args:
+        tokens: [B, T], of which only shape and device matter.
+        attention_mask, position_ids, seq_idx, cu_seq_lens_q: As for `make_context`; nothing is packed under a 4-D mask.
+    """
+    if position_ids is None and seq_idx is None and cu_seq_lens_q is None:
+        return None
+    keep = torch.ones_like(tokens, dtype=torch.bool)
     if attention_mask is not None:
         if attention_mask.dim() != 2:
             return None
-        keep = attention_mask[:, -labels.shape[1] :].to(torch.bool)
-    all_real = bool(keep.all())
-    return _document_starts(keep, all_real, position_ids, packing.get("seq_idx"), packing.get("cu_seq_lens_q"))
+        keep = attention_mask[:, -tokens.shape[1] :].to(torch.bool)
+    return _document_starts(keep, bool(keep.all()), position_ids, seq_idx, cu_seq_lens_q)

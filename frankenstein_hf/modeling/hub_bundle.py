@@ -24,6 +24,10 @@ HEADS = {
     "AutoModel": "modeling_frankenstein.FrankensteinModel",
     "AutoModelForCausalLM": "modeling_frankenstein.FrankensteinForCausalLM",
     "AutoModelForMaskedLM": "modeling_frankenstein.FrankensteinForMaskedLM",
+    "AutoModelForSequenceClassification": "modeling_frankenstein_heads.FrankensteinForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_frankenstein_heads.FrankensteinForTokenClassification",
+    "AutoModelForQuestionAnswering": "modeling_frankenstein_heads.FrankensteinForQuestionAnswering",
+    "AutoModelForMultipleChoice": "modeling_frankenstein_heads.FrankensteinForMultipleChoice",
 }
 
 # The last line of every generated file; tells ours from the user's when an older bundle is cleared away.
@@ -89,6 +93,9 @@ def write_bundle(directory: str | os.PathLike, config: Any) -> None:
 
 def _own_sources() -> dict[str, str]:
     """The bundle this module belongs to."""
+    # transformers' loader copies only what it sees imported, and a language model imports no other head
+    from .modeling_frankenstein_heads import FrankensteinClassifier  # noqa: F401
+
     folder = Path(__file__).parent
     paths = [folder / f"{name}.py" for name in entry_modules()]
     paths += [Path(needed) for path in paths for needed in get_relative_import_files(path)]

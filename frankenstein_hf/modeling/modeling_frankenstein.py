@@ -16,9 +16,14 @@ from transformers.utils import can_return_tuple, logging
 from transformers.utils.deprecation import deprecate_kwarg
 
 from ..configuration.component import did_you_mean
-from ..configuration.configuration_frankenstein import FrankensteinConfig
+from ..configuration.configuration_frankenstein import (
+    FRANKENSTEIN_VERSION,
+    FrankensteinConfig,
+    is_newer,
+    newer_note,
+)
 from ..configuration.registries import MIXERS, NORMS
-from .context import make_context, unpredictable_labels
+from .context import make_context, packed_starts
 from .hub_bundle import auto_map, changed_since, read_card, render_card, write_bundle
 from .implementations import implementation
 from .layer import FrankensteinLayer
@@ -52,9 +57,15 @@ def _without_mixer_backend(config: Any) -> Any:
 
 @dataclass
 class FrankensteinModelOutput(BaseModelOutputWithPast):
-    """transformers' output with the sum of the mixers' auxiliary losses, None when there are none."""
+    """transformers' output, and what mixers return besides.
+
+    Attributes:
+        aux_loss: Sum of their auxiliary losses, None when there are none.
+        max_logits: When asked for, [H] of every layer, None for mixers without such logits.
+    """
 
     aux_loss: Tensor | None = None
+    max_logits: tuple[Tensor | None, ...] | None = None
 
 
 class FrankensteinPreTrainedModel(PreTrainedModel):
@@ -138,6 +149,7 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
                 f"{missing or 'nothing'}, without a place {unexpected or 'nothing'}, of other sizes "
                 f"{sizes or 'nothing'}. Load it with the configuration it was saved with, or pass "
                 "ignore_mismatched_sizes=True if only a head is meant to be new."
+                + newer_note(model.config.frankenstein_version)
             )
         return (model, info) if with_info else model
 
@@ -146,6 +158,8 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
     def _config_to_save(self, with_code: bool) -> Any:
         config = copy.deepcopy(self.config)
         config.is_causal = self.is_causal
+        if not is_newer(config.frankenstein_version):
+            config.frankenstein_version = FRANKENSTEIN_VERSION
         config.__dict__["_auto_class"] = None  # else transformers adds its own copy of a bundle's code
         if with_code:
             config.auto_map = auto_map()
@@ -273,6 +287,7 @@ class FrankensteinModel(FrankensteinPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
+        output_max_logits: bool = False,
         seq_idx: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
@@ -281,7 +296,7 @@ class FrankensteinModel(FrankensteinPreTrainedModel):
 
         Args:
             input_ids: [B, T] token ids.
-            attention_mask: [B, T] or [B, past + T], nonzero at real tokens; or a 4-D mask [B or 1, H or 1, T, past + T],
+            attention_mask: [B, T] or [B, past + T], nonzero at real tokens; or 4-D, [B or 1, H or 1, T, past + T], and
                 bool (True = visible) or additive, which only dense mixers can honour.
             position_ids: [B or 1, T]. They only say where packed documents start; positions are counted in real tokens.
                 With a 4-D mask they are taken as they are.
@@ -291,12 +306,14 @@ class FrankensteinModel(FrankensteinPreTrainedModel):
             use_cache: Return a cache (causal models only). By default the config's value outside training.
             output_hidden_states: Return the embeddings and every layer's output; the last one is normed.
             output_attentions: Return the weights of every layer that has them (backend "eager"), None for the others.
+            output_max_logits: Return the largest attention logit of every head between visible tokens (mixers whose
+                spec has `logits`), at the cost of computing the logits once more; not with a cache.
             seq_idx: [B, T] document numbers of packed rows.
             cu_seq_lens_q: [documents + 1] borders of a packed batch of one.
             kwargs: Accepted for the other models' sake: `token_type_ids` is ignored, kernel arguments are passed on.
 
         Returns:
-            `last_hidden_state` [B, T, D], `cache`, `hidden_states`, `attentions`, `aux_loss`.
+            `last_hidden_state` [B, T, D], `cache`, `hidden_states`, `attentions`, `aux_loss`, `max_logits`.
 
         Raises:
             ValueError: Arguments that do not fit together; the message says which and what to do.
@@ -310,6 +327,8 @@ class FrankensteinModel(FrankensteinPreTrainedModel):
                 "output_attentions needs the weights to be materialised: build the model with "
                 "attn_implementation='eager' or call model.set_attn_implementation('eager')."
             )
+        if output_max_logits and cache is not None:
+            raise ValueError("output_max_logits looks at whole sequences: leave out the cache.")
         if use_cache is None:
             use_cache = config.use_cache and not self.training
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
@@ -335,6 +354,7 @@ class FrankensteinModel(FrankensteinPreTrainedModel):
             backend=config._attn_implementation,
             rotary_function=self.rotary_emb,
             output_attentions=bool(output_attentions),
+            output_max_logits=output_max_logits,
             kernel_kwargs={key: kernel_kwargs[key] for key in KERNEL_KEYS if kernel_kwargs.get(key) is not None},
         )
         if use_cache and cache is None and self.is_causal and context.documents is None:
@@ -342,13 +362,17 @@ class FrankensteinModel(FrankensteinPreTrainedModel):
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if not context.all_real:  # whatever stands at a pad, NaN included, must not reach a product
             hidden_states = hidden_states.masked_fill(~context.keep[..., None], 0.0)
-        every_hidden, attentions, aux_losses = [hidden_states], list[Tensor | None](), list[Tensor]()
+        every_hidden = [hidden_states]
+        attentions: list[Tensor | None] = []
+        max_logits: list[Tensor | None] = []
+        aux_losses: list[Tensor] = []
         for layer in self.layers[: config.num_hidden_layers]:  # fewer while generate() drafts with an early exit
             hidden_states, extras = layer(hidden_states, context, cache=cache)
             every_hidden.append(hidden_states)
             extras = extras or MixerExtras()
             attentions.append(extras.weights)
             aux_losses.extend(extras.aux_losses)
+            max_logits.append(extras.max_logits)
         hidden_states = self.norm(hidden_states)
         return FrankensteinModelOutput(
             last_hidden_state=hidden_states,
@@ -356,6 +380,7 @@ class FrankensteinModel(FrankensteinPreTrainedModel):
             hidden_states=(*every_hidden[:-1], hidden_states) if output_hidden_states else None,
             attentions=tuple(attentions) if output_attentions else None,  # type: ignore[arg-type]
             aux_loss=torch.stack(aux_losses).sum() if aux_losses else None,
+            max_logits=tuple(max_logits) if output_max_logits else None,
         )
 
     def _check_inputs(
@@ -384,21 +409,22 @@ class FrankensteinModel(FrankensteinPreTrainedModel):
     def _past(self, cache: Any) -> dict[str, Any]:
         """What `make_context` wants to know of a cache; an empty one gets its layers here."""
         if cache is None:
-            return {"past_length": 0, "past_num_real": None, "past_keep": None}
+            return {"past_length": 0, "past_num_real": None, "past_keep": None, "num_places": None}
         if not self.is_causal:
             raise ValueError("A bidirectional model has no cache: later tokens change earlier outputs.")
         _fill_cache(cache, self.config)
         lengths = [layer.get_seq_length() for layer in cache.layers[: self.config.num_hidden_layers]]
-        if len(set(lengths)) > 1:
+        if any(length != lengths[0] for length in lengths):
             raise ValueError(
-                f"The layers of the cache have seen different numbers of tokens ({lengths}), as after a crop that failed "
-                "half-way. Start anew with an empty cache."
+                f"The layers of the cache have seen different numbers of tokens ({lengths}), as after a crop that "
+                "failed half-way. Start anew with an empty cache."
             )
         masks = (layer.keep for layer in cache.layers if getattr(layer, "keep", None) is not None)
         return {
             "past_length": cache.layers[0].get_seq_length(),
             "past_num_real": cache.layers[0].num_real,
             "past_keep": next(masks, None),
+            "num_places": next((n for layer in cache.layers if (n := getattr(layer, "max_cache_len", None))), None),
         }
 
 
@@ -412,7 +438,8 @@ def _fill_cache(cache: Any, config: Any) -> None:
     if kinds[: config.num_hidden_layers] != config.layer_types:
         raise ValueError(
             f"The cache was made for other layers ({kinds}) than this model's ({config.layer_types}); build it with "
-            "DynamicCache(config=model.config)."
+            "DynamicCache(config=model.config). Prefix tuning, which brings keys and values of its own, has no place "
+            "among states: tune prompts (PromptTuningConfig) or projections (LoraConfig) instead."
         )
 
 
@@ -470,12 +497,12 @@ class FrankensteinForCausalLM(FrankensteinPreTrainedModel, GenerationMixin):
             cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            **_without_loss_arguments(kwargs),
+            **for_stack(kwargs),
         )
         logits = self.lm_head(slice_logits_to_keep(output.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
-            if (starts := unpredictable_labels(labels, attention_mask, position_ids, **packing)) is not None:
+            if (starts := packed_starts(labels, attention_mask, position_ids, **packing)) is not None:
                 labels = labels.masked_fill(starts, -100)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
             loss = loss if output.aux_loss is None else loss + output.aux_loss
@@ -539,7 +566,7 @@ class FrankensteinForMaskedLM(FrankensteinPreTrainedModel):
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
             use_cache=False,
-            **_without_loss_arguments(kwargs),
+            **for_stack(kwargs),
         )
         hidden_states = output.last_hidden_state
         if labels is not None and self.config.sparse_prediction and self.training:
@@ -556,5 +583,7 @@ class FrankensteinForMaskedLM(FrankensteinPreTrainedModel):
         )
 
 
-def _without_loss_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in kwargs.items() if key not in ("num_items_in_batch", "shift_labels")}
+def for_stack(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a head passes on to its stack: all but the arguments of losses, whatever `config.return_dict` says."""
+    own = {key: value for key, value in kwargs.items() if key not in ("num_items_in_batch", "shift_labels")}
+    return {**own, "return_dict": True}

@@ -89,7 +89,8 @@ def test_config_survives_json_and_auto_config(name, tmp_path):
 
 def test_per_layer_config_replaces_the_parameters_of_one_layer():
     params = {"swa": {"window_size": 6, "num_sinks": 2}}
-    config = tiny_config(["swa", "swa"], mixer_params=params, per_layer_config={1: {"mixer_params": {"swa": {"window_size": 9, "num_sinks": 2}}}})  # fmt: skip
+    other = {"swa": {"window_size": 9, "num_sinks": 2}}
+    config = tiny_config(["swa", "swa"], mixer_params=params, per_layer_config={1: {"mixer_params": other}})
     assert [config.params_for(i).window_size for i in range(2)] == [6, 9]
     model = fhf.FrankensteinForCausalLM(config).eval()
     assert [layer.mixer.params.window_size for layer in model.model.layers] == [6, 9]
@@ -116,7 +117,7 @@ def test_listing_and_lookup():
     assert fhf.mixer_spec("gla").family == "gated"
     with pytest.raises(ValueError, match="Unknown mixer 'gl'"):
         fhf.mixer_spec("gl")
-    with pytest.raises(ValueError, match="Unknown mixer family 'dens'.*did you mean 'dense'"):
+    with pytest.raises(ValueError, match=r"Unknown mixer family 'dens'.*did you mean 'dense'"):
         fhf.list_mixers("dens")
 
 

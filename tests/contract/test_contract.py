@@ -426,13 +426,15 @@ def test_every_parameter_receives_a_gradient_within_three_steps(name, is_causal)
 # 12 ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("targets", ["all-linear", None])  # None: the mixers' projections
 @pytest.mark.parametrize("name", ALL_MIXERS)
-def test_lora_on_all_linear_reaches_every_projection(name):
+def test_lora_reaches_every_projection(name, targets):
     peft = pytest.importorskip("peft")
     model = tiny_model(name, is_causal=MIXERS.get(name).causal).train()
     linears = {key for key, m in model.named_modules() if isinstance(m, torch.nn.Linear) and key != "lm_head"}
-    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
-    adapted = peft.get_peft_model(model, config)
+    if targets is None:
+        linears = {key for key in linears if ".mixer." in key}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
     x = tokens(2, 9)
     adapted(input_ids=x, labels=x).loss.backward()
     with_gradient = {

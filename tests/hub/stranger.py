@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
 expected = torch.load(folder / "expected.pt")
-found: dict[str, object] = {}
+found: dict[str, Any] = {}
 trust: dict[str, Any] = {"trust_remote_code": True}
 
 
@@ -37,10 +37,14 @@ def files(name: str) -> dict[str, str]:
 
 
 with torch.no_grad():
-    for auto_name in ("AutoModel", "AutoModelForCausalLM", "AutoModelForMaskedLM"):
-        model = getattr(transformers, auto_name).from_pretrained(folder / "masked", **trust)
-        output = model(expected["input_ids"])[0]
-        found[auto_name] = torch.equal(output, expected[auto_name])
+    found["heads"] = {}
+    for auto_name, (batch, outputs) in expected["heads"].items():
+        found["heads"][auto_name] = {}
+        for name, wanted in zip(("masked", auto_name), outputs):
+            torch.manual_seed(0)
+            model = getattr(transformers, auto_name).from_pretrained(folder / name, num_labels=3, **trust)
+            output = model(**batch)[: len(wanted)]
+            found["heads"][auto_name][name] = all(torch.equal(a, b) for a, b in zip(output, wanted))
 
     causal = AutoModelForCausalLM.from_pretrained(folder / "causal", **trust)
     ids = causal.generate(expected["input_ids"], max_new_tokens=5, do_sample=False)
@@ -51,6 +55,13 @@ with torch.no_grad():
     found["text-generation"] = generate("t5 t6", max_new_tokens=3, do_sample=False)[0]["generated_text"]
     fill = pipeline("fill-mask", str(folder / "masked"), **trust)
     found["fill-mask"] = [answer["token_str"] for answer in fill("t5 [MASK] t7", top_k=2)]
+
+    for task, auto_name in (
+        ("text-classification", "AutoModelForSequenceClassification"),
+        ("token-classification", "AutoModelForTokenClassification"),
+    ):
+        answers = pipeline(task, str(folder / auto_name), **trust)(["t5 t6", "t7"])
+        found[task] = json.loads(json.dumps(answers, default=float))
 
     causal.save_pretrained(folder / "again")
     found["same files"] = files("again") == files("causal")

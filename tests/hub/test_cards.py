@@ -14,10 +14,11 @@ import transformers.utils.hub
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import EntryNotFoundError
 from transformers import Trainer, TrainingArguments
+from transformers.pipelines import SUPPORTED_TASKS
 
-import frankenstein_hf as fhf
-from frankenstein_hf.hub.cards import decode_state
+from frankenstein_hf.hub.cards import TASKS, decode_state
 from frankenstein_hf.hub.trainer import after_import
+from frankenstein_hf.modeling.hub_bundle import HEADS
 from tests.tiny import tiny_config, tiny_model, tokens
 
 BY_HAND = "---\nlicense: mit\n---\n# My model\r\n\r\nI wrote this myself.\n"
@@ -98,14 +99,16 @@ def test_a_card_describes_the_model(tmp_path):
     assert not re.search(r"\{\{|\{%|Undefined|None", card.text)
 
 
-@pytest.mark.parametrize(
-    "model_class, tag", [(fhf.FrankensteinModel, "feature-extraction"), (fhf.FrankensteinForMaskedLM, "fill-mask")]
-)
-def test_the_task_follows_the_head(model_class, tag, tmp_path):
-    model_class(tiny_config("gla")).save_pretrained(tmp_path)
+@pytest.mark.parametrize("auto_name", sorted(HEADS))
+def test_the_task_follows_the_head(auto_name, tmp_path):
+    model = getattr(transformers, auto_name).from_config(tiny_config("gla"))
+    model.save_pretrained(tmp_path)
     card = ModelCard.load(tmp_path / "README.md")
-    assert card.data.pipeline_tag == tag
-    assert "does not generate" in card.text and "decode state" not in card.text
+    task = card.data.pipeline_tag
+    assert task == TASKS[auto_name][0] and f"model = {auto_name}.from_pretrained(" in card.text
+    assert ("does not generate" in card.text) is ("decode state" not in card.text) is (not model.is_causal)
+    assert (f'pipeline("{task}"' in card.text) is (task in SUPPORTED_TASKS and task != "feature-extraction")
+    assert ("shared with the head" in card.text) is (model.get_output_embeddings() is not None)
 
 
 def test_the_decode_state_on_the_card_is_what_the_caches_hold():

@@ -66,7 +66,7 @@ def test_a_cache_refuses_what_it_cannot_serve():
 def test_memory_needs_token_ids():
     model = tiny_model("memory")
     embeds = model.get_input_embeddings()(X)
-    with pytest.raises(ValueError, match="'memory' .* needs input_ids"):
+    with pytest.raises(ValueError, match=r"'memory' .* needs input_ids"):
         model(inputs_embeds=embeds)
     assert torch.equal(model(input_ids=X, inputs_embeds=embeds).logits, model(X).logits)
 
@@ -78,7 +78,7 @@ def test_a_mixer_without_the_mode_is_refused_by_the_head(monkeypatch):
     common = dict(family="test", summary="", reference="", implementation=standard.implementation)
     MIXERS.register(MixerSpec(name="both_ways", causal=False, **common))
     MIXERS.register(MixerSpec(name="one_way", bidirectional=False, **common))
-    with pytest.raises(ValueError, match="'both_ways' has no causal form; choose one of .*gla"):
+    with pytest.raises(ValueError, match=r"'both_ways' has no causal form; choose one of .*gla"):
         fhf.FrankensteinForCausalLM(tiny_config("both_ways"))
     with pytest.raises(ValueError, match="'one_way' has no bidirectional form"):
         fhf.FrankensteinForMaskedLM(tiny_config("one_way"))

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import (
     AutoModel,
-    AutoModelForCausalLM,
     AutoModelForMaskedLM,
     DynamicCache,
     LlamaConfig,
@@ -18,6 +18,7 @@ from transformers import (
 )
 
 import frankenstein_hf as fhf
+from frankenstein_hf.modeling.hub_bundle import HEADS
 
 from ..tiny import CAUSAL, VOCAB, assert_near, tiny_config, tiny_model, tokens
 
@@ -26,12 +27,9 @@ PATTERN = ["gated_deltanet", "swa", "standard"]
 
 def test_auto_classes_build_and_load_every_head(tmp_path):
     config = tiny_config(PATTERN)
-    for auto, own in (
-        (AutoModel, fhf.FrankensteinModel),
-        (AutoModelForCausalLM, fhf.FrankensteinForCausalLM),
-        (AutoModelForMaskedLM, fhf.FrankensteinForMaskedLM),
-    ):
-        assert type(auto.from_config(config)) is own
+    for auto_name, place in HEADS.items():
+        own = getattr(fhf, place.partition(".")[2])
+        assert type(getattr(transformers, auto_name).from_config(config)) is own
     model, x = tiny_model(PATTERN), tokens(1, 6)
     model.save_pretrained(tmp_path, save_code=False)
     loaded = AutoModel.from_pretrained(tmp_path)

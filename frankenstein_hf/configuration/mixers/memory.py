@@ -25,5 +25,6 @@ SPECS = (
         token_size=kv_floats,
         needs_input_ids=True,
         native_mask=True,
+        logits=("q_proj",),  # keys are values too
     ),
 )

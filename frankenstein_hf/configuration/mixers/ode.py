@@ -42,5 +42,6 @@ SPECS = (
         token_size=_kv_floats,
         takes_residual=True,
         native_mask=True,
+        logits=("q_proj", "k_proj"),
     ),
 )

@@ -50,6 +50,7 @@ SPECS = (
         token_size=kv_floats,
         parameter_free=lambda params: True,
         native_mask=True,
+        logits=("q_proj", "k_proj"),
     ),
     MixerSpec(
         name="gqa",
@@ -62,5 +63,6 @@ SPECS = (
         token_size=kv_floats,
         parameter_free=lambda params: True,
         native_mask=True,
+        logits=("q_proj", "k_proj"),
     ),
 )

@@ -7,7 +7,6 @@ from transformers.utils import logging
 
 from ..component import MixerSpec, Params, param
 
-
 logger = logging.get_logger(__name__)
 
 
@@ -47,6 +46,7 @@ SPECS = (
         cache=frozenset({"ring"}),
         state_size=_ring_floats,
         parameter_free=lambda params: True,
+        logits=("q_proj", "k_proj"),
         reach=lambda params: params.reach // 2,
         small_params={"window_size": 6, "num_sinks": 2},
     ),

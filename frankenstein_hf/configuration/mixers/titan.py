@@ -64,6 +64,7 @@ SPECS = (
         implementation="mixers.titan:Titan",
         cache=frozenset({"ring", "state"}),
         state_size=_state_floats,
+        logits=("q_proj", "k_proj"),
         reach=lambda params: params.reach // 2 if params.memory == "none" else None,
         small_params={"window_size": 5, "chunk_size": 4},
     ),

@@ -22,7 +22,7 @@ class MixerExtras(NamedTuple):
     Attributes:
         weights: Attention weights [B, H, T, S] when asked for and materialised.
         aux_losses: Scalars to add to the training loss.
-        max_logits: [H] largest attention logits, for optimizers that clip by them.
+        max_logits: [H] largest attention logits between visible tokens, scaled and before any mask, when asked for.
     """
 
     weights: Tensor | None = None
@@ -83,12 +83,19 @@ class RowMixer(Mixer):
         with computing(context.backend, type(self).__name__ if isinstance(self, RecurrentMixer) else None):
             mixed = [self.mix(rows.compact(hidden_states), rows, layer) for rows in context.rows]
         output = context.restore([out for out, _ in mixed])
-        if not context.output_attentions or mixed[0][1] is None:
+        extras = [extra for _, extra in mixed if extra is not None]
+        if not extras:
             return output, None
-        return output, MixerExtras(context.restore_weights([weights for _, weights in mixed if weights is not None]))
+        weights = [extra.weights for extra in extras if extra.weights is not None]
+        largest = [extra.max_logits for extra in extras if extra.max_logits is not None]
+        return output, MixerExtras(
+            context.restore_weights(weights) if context.output_attentions and weights else None,
+            tuple(loss for extra in extras for loss in extra.aux_losses),
+            torch.stack(largest).amax(0) if largest else None,
+        )
 
-    def mix(self, x: Tensor, rows: Rows, layer: MixerStateLayer | None) -> tuple[Tensor, Tensor | None]:
-        """[R, L, D] -> [R, L, D], and attention weights [R, H, L, L] or None."""
+    def mix(self, x: Tensor, rows: Rows, layer: MixerStateLayer | None) -> tuple[Tensor, MixerExtras | None]:
+        """[R, L, D] -> [R, L, D], and what is to be said of these rows besides; weights are [R, H, L, L]."""
         raise NotImplementedError
 
 
@@ -137,7 +144,7 @@ class RecurrentMixer(RowMixer):
         """The states after `inputs`; replays a call when a cache rolls back."""
         return self.scan(inputs, states, lengths)[1]
 
-    def mix(self, x: Tensor, rows: Rows, layer: MixerStateLayer | None) -> tuple[Tensor, Tensor | None]:
+    def mix(self, x: Tensor, rows: Rows, layer: MixerStateLayer | None) -> tuple[Tensor, MixerExtras | None]:
         sequential = rows.context.backend == "eager"
         inputs = self.project(x, rows)
         states = (layer.read(self.advance) if layer is not None else None) or {}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention_backends import dense_attention
+from ..attention_backends import dense_attention, dense_max_logits
 from ..context import SequenceContext
 from ..positions import apply_rotary
 from .base import MixerExtras, merge_heads, split_heads
@@ -56,12 +56,14 @@ class ODEAttention(StandardAttention):
     ) -> tuple[Tensor, MixerExtras | None]:
         """Residual stream [B, T, D] and the layer's norm (none: the identity) -> the change of the stream.
 
-        Attention weights, where asked for, are those of the first stage.
+        Attention weights, where asked for, are those of the first stage; the largest logits those of any stage.
         """
         layer = None if cache is None else cache.layers[self.layer_idx]
         if layer is not None:
             layer.count(context.keep, context.all_real)
-        rotary, stages = context.rotary(self.head_dim), list[Tensor | None]()
+        rotary = context.rotary(self.head_dim)
+        stages: list[Tensor | None] = []
+        largest: list[Tensor] = []
         dropout = self.config.attention_dropout if self.training else 0.0
 
         def f(h: Tensor) -> Tensor:
@@ -74,9 +76,14 @@ class ODEAttention(StandardAttention):
                 value = layer.extend(f"value_{len(stages)}", value)
             output, weights = dense_attention(self, query, key, value, context, scale=self.scaling, dropout=dropout)
             stages.append(weights)
+            if (maximum := dense_max_logits(query, key, context, self.scaling)) is not None:
+                largest.append(maximum)
             output = self.o_proj(merge_heads(output))
             # a pad's stream is zero, where the norm is steep: over many stages its gradient would overflow
             return output if context.all_real else output.masked_fill(~context.keep[..., None], 0.0)
 
         change = eager_ode(hidden_states, f, self.params.steps, self.params.solver, self.gate_proj)
-        return change, MixerExtras(stages[0] if context.output_attentions else None)
+        return change, MixerExtras(
+            stages[0] if context.output_attentions else None,
+            max_logits=torch.stack(largest).amax(0) if largest else None,
+        )

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..attention_backends import dense_attention
+from ..attention_backends import dense_attention, dense_max_logits
 from ..context import SequenceContext
 from ..ops.scored_attention import eager_attention
 from ..positions import apply_rotary
@@ -50,7 +50,10 @@ class StandardAttention(Mixer):
             key, value = cache.layers[self.layer_idx].append(key, value, context.keep, context.all_real)
         dropout = self.config.attention_dropout if self.training else 0.0
         output, weights = dense_attention(self, query, key, value, context, scale=self.scaling, dropout=dropout)
-        return self.o_proj(merge_heads(output)), MixerExtras(weights if context.output_attentions else None)
+        return self.o_proj(merge_heads(output)), MixerExtras(
+            weights if context.output_attentions else None,
+            max_logits=dense_max_logits(query, key, context, self.scaling),
+        )
 
 
 class GroupedQueryAttention(StandardAttention):

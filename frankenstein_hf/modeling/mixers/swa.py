@@ -3,6 +3,7 @@
 Shapes: R rows, L row length, H heads, G key/value heads, W head width; w window_size, s num_sinks.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor, nn
 
 from ..cache import MixerStateLayer, States
 from ..context import Rows
+from ..ops.max_logits import max_logits
 from ..ops.scored_attention import eager_attention, scored_attention
 from ..ops.window_attention import window_attention
 from ..positions import apply_rotary
-from .base import RowMixer, last_real, merge_heads, split_heads
+from .base import MixerExtras, RowMixer, last_real, merge_heads, split_heads
 
 
 def eager_swa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -61,7 +63,7 @@ class SlidingWindowAttention(RowMixer):
         rotary = rows.rotary(self.head_dim)
         return apply_rotary(q, *rotary), apply_rotary(k, *rotary), v
 
-    def mix(self, x: Tensor, rows: Rows, layer: MixerStateLayer | None) -> tuple[Tensor, Tensor | None]:
+    def mix(self, x: Tensor, rows: Rows, layer: MixerStateLayer | None) -> tuple[Tensor, MixerExtras | None]:
         q, k, v = self.heads(x, rows)
         states = None if layer is None else layer.read(self.advance)
         if states is None:
@@ -72,7 +74,7 @@ class SlidingWindowAttention(RowMixer):
             inputs = {"key": k.transpose(1, 2), "value": v.transpose(1, 2)}
             states = self.advance(inputs, states or {}, rows.lengths)
             layer.write(states, inputs, rows.context.keep, rows.context.all_real)
-        return self.o_proj(merge_heads(output)), weights
+        return self.o_proj(merge_heads(output)), MixerExtras(weights, max_logits=self.max_logits(q, k, rows))
 
     def window(self, is_causal: bool) -> dict[str, int]:
         """Tokens a query sees to either side, itself not counted."""
@@ -96,6 +98,24 @@ class SlidingWindowAttention(RowMixer):
             q, k, v, **window, num_sinks=s, is_causal=rows.is_causal, lengths=rows.lengths, dropout=self.dropout
         )
         return output, None
+
+    def max_logits(self, q: Tensor, k: Tensor, rows: Rows) -> Tensor | None:
+        """[H] largest logits within the rows, if asked for."""
+        if not rows.context.output_max_logits:
+            return None
+        window, s = self.window(rows.is_causal), self.params.num_sinks
+        places = torch.arange(rows.size, device=q.device)[None]
+        keep = rows.keep if rows.keep is not None else torch.ones_like(places, dtype=torch.bool)
+
+        def visible(queries: slice, keys: slice) -> Tensor:
+            i, j, real = places[:, queries], places[:, keys], keep[:, keys]
+            return window_mask(i, j, real, **window, s=s, is_causal=rows.is_causal) & keep[:, None, queries, None]
+
+        def spans(start: int, stop: int) -> Iterator[tuple[int, int]]:
+            yield 0, min(s, rows.size)
+            yield max(0, start - window["left"]), min(rows.size, stop + window["right"])
+
+        return max_logits(q, k, visible, spans=spans)
 
     # ------------------------------------------------------------------ decoding
 

@@ -15,7 +15,7 @@ from ..context import Rows
 from ..norms import l2_normalize
 from ..ops.neural_memory import MemoryState, neural_memory, recall, surprise
 from ..ops.numerics import at_least_fp32, full_precision
-from .base import GatedHeadNorm, merge_heads
+from .base import GatedHeadNorm, MixerExtras, merge_heads
 from .swa import SlidingWindowAttention
 
 
@@ -75,7 +75,7 @@ class Titan(SlidingWindowAttention):
         bias = torch.tensor([4.0, 2.0, 0.0], device=self.memory.device).repeat_interleave(self.num_heads)
         init.copy_(self.rates_proj.bias, bias)
 
-    def mix(self, x: Tensor, rows: Rows, layer: MixerStateLayer | None) -> tuple[Tensor, Tensor | None]:
+    def mix(self, x: Tensor, rows: Rows, layer: MixerStateLayer | None) -> tuple[Tensor, MixerExtras | None]:
         q, k, v = self.heads(x, rows)
         inputs = self.memorable(x) | {"key": k.transpose(1, 2), "value": v.transpose(1, 2)}
         states = (layer.read(self.advance_all) if layer is not None else None) or {}
@@ -97,7 +97,7 @@ class Titan(SlidingWindowAttention):
         if layer is not None:
             states = self._advance_ring(inputs, states, rows.lengths) | memory
             layer.write(states, inputs, rows.context.keep, rows.context.all_real)
-        return self.o_proj(output), weights
+        return self.o_proj(output), MixerExtras(weights, max_logits=self.max_logits(q, k, rows))
 
     def memorable(self, x: Tensor) -> States:
         """[R, L, D] -> what the memory learns from each token and how fast."""
@@ -137,7 +137,7 @@ class Titan(SlidingWindowAttention):
             initial = at_least_fp32(self.memory).expand(R, -1, -1, -1, -1)
             state = MemoryState(initial, initial, torch.zeros_like(initial))
         options: dict[str, Any] = {"chunk_size": p.chunk_size, "longest": p.max_gradient, "exclude_own": exclude_own}
-        if sequential:
+        if sequential or L == 1:
             places = torch.arange(L, device=θ.device)
             live = (places < (L if lengths is None else lengths[:, None])).expand(R, L)
             phase = torch.zeros(R, dtype=torch.long, device=live.device) if phase is None else phase

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .backend import use_triton
-from .numerics import at_least_fp32, decay_exp, flush_tiny
+from .numerics import at_least_fp32, decay_exp, flush_tiny, untraced
 
 SCALAR_FLOOR = -100.0  # a step below this forgets everything; a finite floor admits log_decay = -inf
 LONGEST_VECTOR_CHUNK = 32
@@ -103,7 +103,7 @@ def decayed_scan(
             initial_state=initial_state,
             output_final_state=output_final_state,
         )
-    output, final_state = _DecayedScan.apply(query, key, value, log_decay, initial_state, decay_axis, scale, chunk_size)
+    output, final_state = _chunked(query, key, value, log_decay, initial_state, decay_axis, scale, chunk_size)
     return output, final_state if output_final_state else None
 
 
@@ -234,6 +234,9 @@ class _DecayedScan(torch.autograd.Function):
         if d_decay is not None:
             d_decay = d_decay.to(log_decay.dtype)
         return d_query, d_key, d_value, d_decay, d_initial_state, None, None, None
+
+
+_chunked = untraced(_DecayedScan.apply)
 
 
 def _inner_state(S: Tensor, kind: str) -> Tensor:

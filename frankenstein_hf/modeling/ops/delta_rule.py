@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from .backend import use_triton
 from .chunking import Chunked, load_chunks, time_segments
-from .numerics import LOG_TINY, at_least_fp32, decay_exp, flush_tiny
+from .numerics import LOG_TINY, at_least_fp32, decay_exp, flush_tiny, untraced
 
 SEGMENT_ROWS = 2048  # tokens times heads of a segment: its tensors stay in cache, its operations stay large
 SHORT = 4  # up to here the token loop is cheaper than setting up chunks
@@ -126,9 +126,7 @@ def delta_rule(
             chunk_size = min(chunk_size, CPU_CHUNK)
         if initial_state is None:
             initial_state = at_least_fp32(key.new_zeros(1)).expand(B, H, K, write.shape[-1])
-        output, state = _ChunkDeltaRule.apply(
-            query, key, erase, write, log_decay, initial_state, scale, min(chunk_size, T)
-        )
+        output, state = _chunked(query, key, erase, write, log_decay, initial_state, scale, min(chunk_size, T))
     return output, state if output_final_state else None
 
 
@@ -308,3 +306,6 @@ class _ChunkDeltaRule(torch.autograd.Function):
                 for grad, x in zip(grads, chunks):
                     grad.store(part, x)
         return *(grad.result() for grad in grads), dS.view(B, H, K, V), None, None
+
+
+_chunked = untraced(_ChunkDeltaRule.apply)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .chunking import Chunked, load_chunks, time_segments
-from .numerics import at_least_fp32, decay_exp, flush_tiny
+from .numerics import at_least_fp32, decay_exp, flush_tiny, untraced
 
 SEGMENT_ROWS = 1024  # tokens times heads of a segment: its tensors stay in the processor's cache
 CHUNK = 32
@@ -74,7 +74,7 @@ def channelwise_delta_rule(
             log_decay = at_least_fp32(value.new_zeros(1)).expand(B, H, T, V)
         if initial_state is None:
             initial_state = at_least_fp32(key.new_zeros(1)).expand(B, H, K, V)
-        output, state = _ChannelwiseDeltaRule.apply(
+        output, state = (_chunked if T > 1 else _ChannelwiseDeltaRule.apply)(
             query, key, value, step, log_decay, initial_state, scale, min(chunk_size, CHUNK, T)
         )
     return output, state if output_final_state else None
@@ -123,6 +123,9 @@ class _ChannelwiseDeltaRule(torch.autograd.Function):
                 for grad, x in zip(grads, chunks):
                     grad.store(part, x)
         return *(grad.result() for grad in grads), dS.reshape(B, H, K, V), None, None
+
+
+_chunked = untraced(_ChannelwiseDeltaRule.apply)
 
 
 class _Substitution:

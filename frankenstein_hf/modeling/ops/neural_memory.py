@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .numerics import decay_exp, flush_tiny, full_precision
+from .numerics import decay_exp, flush_tiny, full_precision, untraced
 
 DECAY_FLOOR = -100.0  # a step below this forgets everything; finite, so that sums of logs can be subtracted
 TILES_PER_SEGMENT = 64  # chunks × rows × heads at once: few enough for the processor's cache
@@ -57,7 +57,7 @@ def surprise(memory: Tensor, key: Tensor, value: Tensor, longest: float) -> tupl
         a and δ [..., E, C, W]; the gradient of layer e for token c is a[e, c] δ[e, c]ᵀ.
     """
     weights = memory.unbind(-3)
-    a, slopes = [key], list[Tensor]()
+    a, slopes = [key], []
     for weight in weights[:-1]:
         z = a[-1] @ weight
         gate = z.sigmoid()
@@ -71,6 +71,7 @@ def surprise(memory: Tensor, key: Tensor, value: Tensor, longest: float) -> tupl
     return inputs, errors * (longest * length.clamp_min(longest**2).rsqrt())
 
 
+@untraced
 @full_precision
 def neural_memory(
     query: Tensor,
@@ -121,7 +122,8 @@ def neural_memory(
     P, M, S = (x.flatten(0, 1) for x in (start, state.now, state.momentum))
     size = max(1, TILES_PER_SEGMENT // (R * H))
     alive = live[0].split(size) if live else [None] * -(-len(q) // size)
-    parts, points = list[Tensor](), list[Tensor]()
+    parts: list[Tensor] = []
+    points: list[Tensor] = []
     for q_n, k_n, v_n, gates_n, live_n in zip(*(x.split(size) for x in (q, k, v, gates)), alive):
         y, point, M, S = _memorize(q_n, k_n, v_n, gates_n, live_n, P, M, S, longest, exclude_own)
         parts.append(y)
@@ -196,7 +198,8 @@ def _memorize(
     carry, c = flush_tiny(decays @ (moved if live is None else moved * live)).split([1, q.shape[2]], dim=-1)
     left = torch.stack([c[..., -1, :], momenta[..., -1, :]], dim=-1)[:, :, None]  # at the chunk's end, in M and in S
 
-    points, trace = list[Tensor](), list[tuple[Tensor, ...]]()
+    points: list[Tensor] = []
+    trace: list[tuple[Tensor, ...]] = []
     ends = (x[..., -1:, :][:, :, None] for x in (keep, carry, momentum))
     steps = zip(*(x.unbind() for x in (k, v, -gates[:, :, None, :, 2:], left, *ends)))
     for n, (k_n, v_n, minus_θ, left_n, keep_n, carry_n, momentum_n) in enumerate(steps):

@@ -38,6 +38,14 @@ def full_precision(function: Function) -> Function:
     return cast(Function, run)
 
 
+def untraced(function: Function) -> Function:
+    """`function` called as it is under torch.compile.
+
+    A core that walks over chunks, with a backward pass of its own, would be unrolled into one graph for every length.
+    """
+    return torch.compiler.disable(function)
+
+
 def decay_exp(log_decay: Tensor) -> Tensor:
     """exp(log_decay) for log_decay ≤ 0, exactly zero below 1e-26."""
     return F.threshold(log_decay.clamp_min(LOG_TINY).exp(), TINY, 0.0)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from .banded import banded_product, banded_scores
 from .decayed_scan import decayed_scan
-from .numerics import at_least_fp32, decay_exp, flush_tiny, full_precision
+from .numerics import at_least_fp32, decay_exp, flush_tiny, full_precision, untraced
 
 SEGMENT_ROWS = 2048  # tokens times heads of a segment: its tensors stay in the processor's cache
 SYSTEM_ROWS = 64  # C·W: rows of a chunk's triangular system
@@ -60,7 +60,9 @@ def rehearsal_delta_rule(
     if initial_state is None:
         initial_state = at_least_fp32(key.new_zeros(1)).expand(*key.shape[:2], key.shape[-1], value.shape[-1])
     C = min(chunk_size, max(4, SYSTEM_ROWS // W), query.shape[2])
-    output, state = _RehearsalDeltaRule.apply(query, key, value, weight, log_decay, initial_state, C)
+    output, state = (_chunked if C > 1 else _RehearsalDeltaRule.apply)(
+        query, key, value, weight, log_decay, initial_state, C
+    )
     return scale * output, state if output_final_state else None
 
 
@@ -124,6 +126,9 @@ class _RehearsalDeltaRule(torch.autograd.Function):
                     grad[:, part.start : part.start + x.shape[1]] += x
         d_inputs = (grad.view(x.shape).to(x.dtype) for grad, x in zip(grads, inputs))
         return *d_inputs, dS.reshape(B, H, K, V), None
+
+
+_chunked = untraced(_RehearsalDeltaRule.apply)
 
 
 def _segments(BH: int, T: int, C: int) -> list[slice]:
@@ -194,7 +199,7 @@ class _Written(torch.autograd.Function):
         for b in range(W):
             X[:, :, :, b].diagonal(b, 2, 4).copy_(coefficients.mT)
             for c in range(W):
-                torch.mul(gram[:, :, b : b + C, c : c + C], factor, out=A[:, :, :, b, :, c])
+                A[:, :, :, b, :, c] = gram[:, :, b : b + C, c : c + C] * factor
         A = A.flatten(4, 5).flatten(2, 3)
         X = torch.linalg.solve_triangular(A, X.flatten(4, 5).flatten(2, 3), upper=False, unitriangular=True)
         X = flush_tiny(X).to(gram.dtype)

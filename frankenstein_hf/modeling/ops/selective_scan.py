@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .numerics import LOG_TINY, TINY, decay_exp, flush_tiny, full_precision
+from .numerics import LOG_TINY, TINY, decay_exp, flush_tiny, full_precision, untraced
 
 
 @full_precision
@@ -61,11 +61,11 @@ def selective_scan(
     else:
         h = initial_state.to(dtype)
     zoh = discretization == "zoh"
-    if sequential:
+    if sequential or x.shape[1] == 1:
         y, h = _sequential_scan(wide_x, delta, A, B, C, h, zoh, exclude_own)
     else:
         time_first = [tensor.transpose(0, 1).contiguous() for tensor in (wide_x, delta, B, C)]
-        y, h = _SelectiveScan.apply(*time_first, A.t().contiguous(), h.mT.contiguous(), zoh, exclude_own)
+        y, h = _scan(*time_first, A.t().contiguous(), h.mT.contiguous(), zoh, exclude_own)
         y, h = y.transpose(0, 1), h.mT
     if D is not None:
         y = y + D.to(dtype) * wide_x
@@ -153,6 +153,9 @@ class _SelectiveScan(torch.autograd.Function):
             ddelta.addcmul_(dx, x)
             dx.mul_(delta)
         return dx, ddelta, dB, dC, dA, dh, None, None
+
+
+_scan = untraced(_SelectiveScan.apply)
 
 
 class _Segment:
