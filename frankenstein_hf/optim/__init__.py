@@ -4,7 +4,9 @@ from .create import (
     create_optimizer,
     describe_groups,
     list_optimizers,
+    list_stabilizers,
     optimizer_spec,
+    stabilizer_spec,
     trainer_callbacks,
     trainer_optimizer,
 )
@@ -13,7 +15,9 @@ __all__ = [
     "create_optimizer",
     "describe_groups",
     "list_optimizers",
+    "list_stabilizers",
     "optimizer_spec",
+    "stabilizer_spec",
     "trainer_callbacks",
     "trainer_optimizer",
 ]

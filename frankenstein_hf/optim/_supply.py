@@ -5,6 +5,7 @@ Imported on demand, and skipped when specs are discovered, like `_callbacks`.
 
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 
@@ -49,15 +50,20 @@ class SupplyCurvature(WatchInputs):
 class SupplyClosure(WatchInputs):
     """Set `optimizer.closure` to the loss on the batch the model has just seen, since `Trainer` passes none.
 
-    `Trainer` also computes the gradients, which go unused.
+    The closure computes gradients where these are enabled. Those that `Trainer` has computed say which parameters the
+    loss depends on and go unused otherwise, clipped or not.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Refuse gradient accumulation: the closure sees one batch."""
+        """Refuse gradient accumulation (the closure sees one batch) and fp16 (nor does it see the loss scaling)."""
         if args.gradient_accumulation_steps > 1:
             raise ValueError(
                 "This optimizer evaluates the loss of one batch many times and cannot accumulate gradients: set "
                 f"gradient_accumulation_steps=1 instead of {args.gradient_accumulation_steps}."
+            )
+        if args.fp16:
+            raise ValueError(
+                "This optimizer evaluates the loss itself, without the loss scaling of fp16=True: use bf16."
             )
         super().on_train_begin(args, state, control, model=model, **kwargs)
 
@@ -65,5 +71,21 @@ class SupplyClosure(WatchInputs):
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """The closure of this step."""
-        inputs = self._inputs
-        getattr(optimizer, "optimizer", optimizer).closure = lambda: model(**inputs).loss
+        inputs, optimizer = self._inputs, getattr(optimizer, "optimizer", optimizer)
+        # `Trainer` divides the sum over this process by the tokens of all; the optimizer then averages over processes
+        shared = args.average_tokens_across_devices and inputs.get("num_items_in_batch") is not None
+        factor = args.world_size if shared else 1
+
+        def closure() -> Any:
+            loss = model(**inputs).loss
+            if loss is None:
+                raise ValueError(
+                    "The model returned no loss for this optimizer to evaluate: labels must be among its inputs, which "
+                    "label_smoothing_factor and compute_loss_func take away."
+                )
+            if torch.is_grad_enabled():
+                optimizer.zero_grad()
+                (loss * factor).backward()
+            return loss.detach() * factor
+
+        optimizer.closure = closure

@@ -97,6 +97,7 @@ class FrankensteinOptimizer(ExactState):
     params_class: ClassVar[type[OptimizerParams]]
     elementwise: ClassVar[bool] = False  # `update` may see any part of a group: it is cut to fit the cache
     needs_kind: ClassVar[bool] = False  # groups must say which kind of parameter they hold
+    iterates: ClassVar[tuple[str, ...]] = ()  # states that are weights too: what rescales a parameter rescales them
 
     def __init__(self, params: Iterable[Any], **values: Any) -> None:
         settings = self.params_class.from_dict(values, type(self).__name__)

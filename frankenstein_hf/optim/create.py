@@ -1,16 +1,26 @@
 """Optimizers by name: looking them up, building them for a model, handing them to transformers' `Trainer`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..configuration.component import did_you_mean
+from ..configuration.component import Params, did_you_mean
 from .grouping import NO_DECAY, ROLES, ParameterInfo, classify, split
-from .spec import GROUP_PARAMS, OPTIMIZERS, AdamParams, OptimizerParams, OptimizerSpec, load
+from .spec import (
+    GROUP_PARAMS,
+    OPTIMIZERS,
+    STABILIZERS,
+    AdamParams,
+    OptimizerParams,
+    OptimizerSpec,
+    StabilizerSpec,
+    load,
+)
 
 Groups = Mapping[str, Mapping[str, Any]]
+Stabilizers = str | Iterable[str] | Mapping[str, Mapping[str, Any]]
 
 
 def list_optimizers(family: str | None = None) -> list[str]:
@@ -31,7 +41,28 @@ def optimizer_spec(name: str) -> OptimizerSpec:
     return OPTIMIZERS.get(name)
 
 
-def create_optimizer(model: nn.Module, name: str, *, groups: Groups | None = None, **params: Any) -> Any:
+def list_stabilizers() -> list[str]:
+    """Sorted names of what can join any optimizer as `stabilizers`."""
+    return STABILIZERS.names()
+
+
+def stabilizer_spec(name: str) -> StabilizerSpec:
+    """What the stabilizer called `name` is: parameters, defaults, reference.
+
+    Raises:
+        ValueError: Unknown name; the message gives the nearest one.
+    """
+    return STABILIZERS.get(name)
+
+
+def create_optimizer(
+    model: nn.Module,
+    name: str,
+    *,
+    groups: Groups | None = None,
+    stabilizers: Stabilizers | None = None,
+    **params: Any,
+) -> Any:
     """An optimizer for every trainable parameter of `model`, grouped by role.
 
     Weight decay acts on the matrices only (roles "attention" and "other"), unless a group asks for its own.
@@ -40,6 +71,7 @@ def create_optimizer(model: nn.Module, name: str, *, groups: Groups | None = Non
         model: Any module; see `frankenstein_hf.optim.grouping` for how roles are found.
         name: One of `list_optimizers()`.
         groups: Settings by role ("embeddings", "norms", "attention", "other"): lr, weight_decay, betas, eps.
+        stabilizers: Names of `list_stabilizers()`, or a dict of names and their parameters: {"qk_clip": {"tau": 50}}.
         params: Hyperparameters of the method; see `optimizer_spec(name).params`.
 
     Returns:
@@ -47,11 +79,39 @@ def create_optimizer(model: nn.Module, name: str, *, groups: Groups | None = Non
         "kind" and "layout").
 
     Raises:
-        ValueError: An unknown name, role or hyperparameter, a value out of range, or nothing to train.
+        ValueError: An unknown name, role or hyperparameter, a value out of range, nothing to train, or a model that a
+            stabilizer cannot work with.
     """
     spec = OPTIMIZERS.get(name)
     settings = spec.params.from_dict(params, name)
-    return load(spec.implementation)(parameter_groups(model, spec, settings, groups), **settings.as_dict())
+    chosen = [
+        load(STABILIZERS.get(stabilizer).implementation)(model, wanted)
+        for stabilizer, wanted in _check_stabilizers(spec, settings, stabilizers).items()
+    ]
+    param_groups = parameter_groups(model, spec, settings, groups)
+    for stabilizer in chosen:
+        param_groups = stabilizer.regroup(param_groups)
+    optimizer = load(spec.implementation)(param_groups, **settings.as_dict())
+    for stabilizer in chosen:
+        stabilizer.attach(optimizer)
+    return optimizer
+
+
+def _check_stabilizers(
+    spec: OptimizerSpec, settings: OptimizerParams, stabilizers: Stabilizers | None
+) -> dict[str, Params]:
+    """The parameters of every stabilizer, those built into the optimizer first."""
+    stabilizers = [stabilizers] if isinstance(stabilizers, str) else stabilizers
+    if not isinstance(stabilizers, Iterable | None):
+        raise ValueError(f"stabilizers must be names, or a dict of names and their parameters, got {stabilizers!r}.")
+    asked = stabilizers if isinstance(stabilizers, Mapping) else {key: {} for key in stabilizers or ()}
+    checked = {}
+    for name in spec.stabilizers:
+        if name in asked:
+            raise ValueError(f"{spec.name!r} has {name!r} built in; give its parameters as the optimizer's own.")
+        cls = STABILIZERS.get(name).params
+        checked[name] = cls(**{key: getattr(settings, key) for key in cls.types()})
+    return checked | {name: STABILIZERS.get(name).params.from_dict(own, name) for name, own in asked.items()}
 
 
 def parameter_groups(
@@ -102,15 +162,25 @@ def _check_groups(spec: OptimizerSpec, settings: OptimizerParams, groups: Groups
     return checked
 
 
-def describe_groups(model: nn.Module, name: str, *, groups: Groups | None = None, **params: Any) -> str:
+def describe_groups(
+    model: nn.Module,
+    name: str,
+    *,
+    groups: Groups | None = None,
+    stabilizers: Stabilizers | None = None,
+    **params: Any,
+) -> str:
     """Print, and return, which parameters the optimizer `name` would treat how.
 
     One line a group (role, method, learning rate, weight decay, tensors, numbers), then its parameters, with the
     numbers of layers collapsed: `model.layers.*.mixer.q_proj.weight ×6`.
     """
     spec = OPTIMIZERS.get(name)
-    lines = []
-    for group in parameter_groups(model, spec, spec.params.from_dict(params, name), groups):
+    settings = spec.params.from_dict(params, name)
+    param_groups, lines = parameter_groups(model, spec, settings, groups), []
+    for stabilizer, wanted in _check_stabilizers(spec, settings, stabilizers).items():
+        param_groups = load(STABILIZERS.get(stabilizer).implementation)(model, wanted).regroup(param_groups)
+    for group in param_groups:
         tensors = [p for _, p in group["params"]]
         kind = f" ({group['kind']}, {group['layout']})" if "kind" in group else ""
         own = " ".join(f"{key}={group[key]}" for key in GROUP_PARAMS if key in group)
@@ -140,7 +210,7 @@ class OptimizerFactory:
 
 
 def trainer_optimizer(
-    name: str, *, groups: Groups | None = None, **params: Any
+    name: str, *, groups: Groups | None = None, stabilizers: Stabilizers | None = None, **params: Any
 ) -> tuple[type[OptimizerFactory], dict[str, Any]]:
     """The `optimizer_cls_and_kwargs` of transformers' `Trainer`.
 
@@ -149,7 +219,7 @@ def trainer_optimizer(
     `callbacks=fhf.trainer_callbacks(name)` where `optimizer_spec(name).needs` is "callback".
 
     Args:
-        name, groups, params: As for `create_optimizer`.
+        name, groups, stabilizers, params: As for `create_optimizer`.
 
     Raises:
         ValueError: As `create_optimizer`, at once.
@@ -157,7 +227,8 @@ def trainer_optimizer(
     spec = OPTIMIZERS.get(name)
     settings = spec.params.from_dict(params, name)
     _check_groups(spec, settings, groups)
-    return OptimizerFactory, {"name": name, "groups": groups, **params}
+    _check_stabilizers(spec, settings, stabilizers)
+    return OptimizerFactory, {"name": name, "groups": groups, "stabilizers": stabilizers, **params}
 
 
 def trainer_callbacks(name: str) -> list[Any]:

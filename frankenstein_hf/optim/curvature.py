@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.functional import cross_entropy
+from transformers.utils import logging
 
 from ..configuration.component import param
 from .base import LOW_PRECISION, Batch, FrankensteinOptimizer, ParamGroup, seeded_generator, zeros
 from .spec import OptimizerParams, OptimizerSpec, below_one, floats
+
+logger = logging.get_logger(__name__)
 
 IGNORED = -100  # label of positions that do not count
 
@@ -37,7 +40,7 @@ class Sophia(FrankensteinOptimizer):
 
     ĥ comes from `estimate(model, inputs)` before `step()`: transformers' `Trainer` does that with
     `callbacks=fhf.trainer_callbacks("sophia")`, any other loop by itself. Until it has been called h is 0 and every
-    entry moves by η along the sign of its momentum, as in the authors' code.
+    entry moves by η along the sign of its momentum, as in the authors' code; after k such steps a warning says so.
     """
 
     params_class = SophiaParams
@@ -51,6 +54,12 @@ class Sophia(FrankensteinOptimizer):
         torch._foreach_lerp_(batch["m"], batch.grads, 1 - group["betas"][0])
         denominator = list(torch._foreach_mul(batch["h"], group["rho"]))
         torch._foreach_maximum_(denominator, group["eps"])
+        if batch.step == group["update_k"] and not any(h.any() for h in batch["h"]):
+            logger.warning_once(
+                "sophia has had no estimate of the curvature so far and only follows the sign of its momentum: call "
+                "optimizer.estimate(model, inputs) before steps, or give transformers' Trainer "
+                "callbacks=frankenstein_hf.trainer_callbacks('sophia')."
+            )
         ratio = list(torch._foreach_div(batch["m"], denominator))
         torch._foreach_maximum_(ratio, -1.0)
         torch._foreach_minimum_(ratio, 1.0)

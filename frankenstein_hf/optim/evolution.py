@@ -1,4 +1,4 @@
-"""EA4LLM: an evolution strategy that needs no gradients."""
+"""What methods that evaluate the loss themselves share, and EA4LLM: an evolution strategy that needs no gradients."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +10,39 @@ from torch import Tensor, distributed
 from ..configuration.component import param
 from .base import FrankensteinOptimizer, seeded_generator
 from .spec import OptimizerParams, OptimizerSpec, floats
+
+
+class ClosureMethod(FrankensteinOptimizer):
+    """A method whose `step` needs a closure that evaluates the loss of one batch, as often as asked.
+
+    Called with gradients enabled, the closure must compute them too; called without, the loss is enough. Dropout makes
+    the evaluations of a batch differ; leave it off.
+    """
+
+    closure: Callable[[], Any] | None = None  # for callers of `step` that have none: transformers' Trainer
+
+    def required(self, closure: Callable[[], Any] | None) -> Callable[[], Any]:
+        """The closure given to `step`, else the attribute.
+
+        Raises:
+            RuntimeError: Neither is there.
+        """
+        closure = closure or self.closure
+        if closure is None:
+            name = type(self).__name__.lower()
+            raise RuntimeError(
+                f"{name} evaluates the loss many times a step: call optimizer.step(closure), or give transformers' "
+                f"Trainer callbacks=frankenstein_hf.trainer_callbacks({name!r})."
+            )
+        return closure
+
+
+def averaged(x: Tensor) -> Tensor:
+    """`x`, averaged over processes in place."""
+    if distributed.is_initialized():
+        distributed.all_reduce(x)
+        x /= distributed.get_world_size()
+    return x
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +58,7 @@ class EA4LLMParams(OptimizerParams):
     seed: int = param(0, "of the noises", minimum=0)
 
 
-class EA4LLM(FrankensteinOptimizer):
+class EA4LLM(ClosureMethod):
     """Noises weighted by how well they do (EA4LLM, zeroth-order pre-training), for fitness F = −loss:
 
         r_j = F(θ + σ ε_j), ε_j ~ N(0, I), j = 1 … N
@@ -38,7 +71,6 @@ class EA4LLM(FrankensteinOptimizer):
     """
 
     params_class = EA4LLMParams
-    closure: Callable[[], Any] | None = None  # for callers of `step` that have none: transformers' Trainer
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -53,12 +85,7 @@ class EA4LLM(FrankensteinOptimizer):
         Raises:
             RuntimeError: No closure.
         """
-        closure = closure or self.closure
-        if closure is None:
-            raise RuntimeError(
-                "ea4llm evaluates the loss many times a step: call optimizer.step(closure), or give transformers' "
-                "Trainer callbacks=frankenstein_hf.trainer_callbacks('ea4llm')."
-            )
+        closure = self.required(closure)
         params = [(p, group) for group in self.param_groups for p in group["params"]]
         first, shared = self.param_groups[0], self.shared_state()
         t = shared["step"] = shared.get("step", 0) + 1
@@ -73,10 +100,7 @@ class EA4LLM(FrankensteinOptimizer):
             for (p, _), original in zip(params, originals):
                 p.copy_(original)
         rewards = -torch.stack(losses)
-        rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
-        if distributed.is_initialized():
-            distributed.all_reduce(rewards)
-            rewards /= distributed.get_world_size()
+        rewards = averaged(rewards.to(torch.promote_types(rewards.dtype, torch.float32)))
         weights = shape(rewards, first["shaping"])
         for i, ((p, group), original) in enumerate(zip(params, originals)):
             direction = torch.zeros_like(original, dtype=torch.promote_types(original.dtype, torch.float32))

@@ -44,6 +44,7 @@ class ScheduleFreeAdamW(FrankensteinOptimizer):
 
     params_class = ScheduleFreeParams
     elementwise = True
+    iterates = ("z",)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """The base's, with the group's running sums."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..configuration.component import ComponentSpec, Params, Registry, describe_range, param
 
-NEEDS = ("nothing", "callback", "trainer")
+NEEDS = ("nothing", "callback")
 # What a user may set per role in `groups`, where the method has it.
 GROUP_PARAMS = ("lr", "weight_decay", "betas", "eps")
 
@@ -100,13 +100,14 @@ class OptimizerSpec(ComponentSpec):
         state_bytes: `(params, shape, kind) -> bytes` kept for an fp32 (or 16-bit) parameter; `kind` is "matrix",
             "table" or "vector" (see `grouping`). Every tensor counts, plain numbers do not.
         shared_state_bytes: `(params, [(shape, kind), …]) -> bytes` kept once for all parameters.
-        needs: What must join it in transformers' `Trainer`: "nothing", "callback" (see `trainer_callbacks`), or
-            "trainer" (a subclass of `Trainer`).
+        needs: What must join it in transformers' `Trainer`: "nothing", or "callback" (see `trainer_callbacks`;
+            without it `step` raises or a warning says what is missing).
         callback: "module:Class" of the callback, built without arguments.
         by_kind: Parameters of different kinds come in different groups, each with its "kind" and "layout".
         fallback: Kinds that the inner AdamW trains; implies `by_kind`.
         closure: `step` needs a closure that recomputes the loss.
         gradient: Uses gradients at all.
+        stabilizers: Those built in; their parameters are among the optimizer's own.
         small_params: Values at which a few steps on tiny tensors reach every branch; tests run with them.
     """
 
@@ -119,6 +120,7 @@ class OptimizerSpec(ComponentSpec):
     fallback: frozenset[str] = frozenset()
     closure: bool = False
     gradient: bool = True
+    stabilizers: tuple[str, ...] = ()
     small_params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -128,16 +130,22 @@ class OptimizerSpec(ComponentSpec):
             raise ValueError(f"Optimizer {self.name!r}: with a fallback its params must be HybridParams.")
 
 
-def _discover() -> list[OptimizerSpec]:
+@dataclass(frozen=True, kw_only=True)
+class StabilizerSpec(ComponentSpec):
+    """A measure against growing attention logits that joins any optimizer; see `stabilizer.Stabilizer`."""
+
+
+def _discover(attribute: str) -> list[Any]:
     """The `SPECS` of every module beside this one that has some: a new optimizer needs no edit here.
 
     Modules whose names begin with an underscore are left out: those that import transformers' Trainer.
     """
     modules = sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py"))
-    return [spec for name in modules for spec in getattr(import_module(f"{__package__}.{name}"), "SPECS", ())]
+    return [spec for name in modules for spec in getattr(import_module(f"{__package__}.{name}"), attribute, ())]
 
 
-OPTIMIZERS: Registry[OptimizerSpec] = Registry("optimizer", _discover)
+OPTIMIZERS: Registry[OptimizerSpec] = Registry("optimizer", lambda: _discover("SPECS"))
+STABILIZERS: Registry[StabilizerSpec] = Registry("stabilizer", lambda: _discover("STABILIZER_SPECS"))
 
 
 def load(reference: str) -> Any:

@@ -50,10 +50,11 @@ def _handler(context: Any) -> tuple[Any, dict[str, Any]]:
 
     The learning rate is `args.learning_rate` and the weight decay `args.weight_decay`; betas and eps come from the
     arguments where these differ from transformers' defaults, else from the method. `optim_args` wins over all:
-    "momentum=0.95,betas=0.9:0.95,adamw_lr=1e-3,embeddings.lr=0.1".
+    "momentum=0.95,betas=0.9:0.95,adamw_lr=1e-3,embeddings.lr=0.1"; a stabilizer joins by one of its parameters:
+    "qk_clip.tau=100".
     """
     from .create import trainer_optimizer
-    from .spec import OPTIMIZERS
+    from .spec import OPTIMIZERS, STABILIZERS
 
     args = context.args
     name = getattr(args.optim, "value", args.optim).removeprefix(PREFIX)
@@ -69,11 +70,13 @@ def _handler(context: Any) -> tuple[Any, dict[str, Any]]:
             f"learning_rate={args.learning_rate} is TrainingArguments' default; {name}'s own is {default}."
         )
     groups: dict[str, dict[str, Any]] = {}
+    stabilizers: dict[str, dict[str, Any]] = {}
     for key, text in context.optim_args.items():
-        role, _, own = key.rpartition(".")
+        owner, _, own = key.rpartition(".")
         value = _parse(text, types.get(own, tuple[float, float] if own == "betas" else float), key)
-        (groups.setdefault(role, {}) if role else values)[own] = value
-    return trainer_optimizer(name, groups=groups or None, **values)
+        among = stabilizers if owner in STABILIZERS else groups
+        (among.setdefault(owner, {}) if owner else values)[own] = value
+    return trainer_optimizer(name, groups=groups or None, stabilizers=stabilizers or None, **values)
 
 
 def _parse(text: str, annotation: Any, key: str) -> Any:

@@ -1,14 +1,17 @@
 """EA4LLM against a derivation from its paper, and in `Trainer`."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import frankenstein_hf as fhf
+from frankenstein_hf.optim._supply import SupplyClosure
 from frankenstein_hf.optim.base import seeded_generator
 
-from .toy import TWO_GROUPS, language_model, optimizer_of, trainer
+from .toy import TWO_GROUPS, batches, language_model, optimizer_of, trainer
 
 
 def derive(w, losses, lrs, decays, *, population, sigma, shaping, antithetic, nes, seed):
@@ -83,3 +86,22 @@ def test_trainer_needs_the_callback_and_no_accumulation(tmp_path):
     kwargs["callbacks"] = fhf.trainer_callbacks("ea4llm")
     with pytest.raises(ValueError, match="gradient_accumulation_steps=1"):
         trainer(tmp_path, language_model(), gradient_accumulation_steps=2, **kwargs).train()
+
+
+def test_the_closure_of_one_process_undoes_the_division_by_the_tokens_of_all():
+    """`Trainer` divides by the tokens of all processes, and losses and gradients are then averaged over them."""
+    callback, model, x = SupplyClosure(), language_model(), batches(1)[0]
+    optimizer = optimizer_of("eve", model)
+    args = SimpleNamespace(gradient_accumulation_steps=1, fp16=False, average_tokens_across_devices=True, world_size=2)
+    callback.on_train_begin(args, None, None, model=model)
+    model(input_ids=x, labels=x, num_items_in_batch=torch.tensor(2 * x[:, 1:].numel()))
+    callback.on_pre_optimizer_step(args, None, None, model=model, optimizer=optimizer)
+    loss = model(input_ids=x, labels=x).loss
+    torch.testing.assert_close(optimizer.closure(), loss.detach())
+    gradient = model.lm_head.weight.grad.clone()
+    model.zero_grad()
+    loss.backward()
+    torch.testing.assert_close(gradient, model.lm_head.weight.grad)
+    callback.on_train_end(args, None, None)
+    with pytest.raises(ValueError, match="use bf16"):
+        callback.on_train_begin(SimpleNamespace(gradient_accumulation_steps=1, fp16=True), None, None, model=model)

@@ -6,16 +6,17 @@ import sys
 import pytest
 import torch
 from transformers import TrainingArguments
+from transformers.utils import logging
 
 import frankenstein_hf as fhf
 from frankenstein_hf.optim.spec import OPTIMIZERS
 
 from .toy import NAMES, assert_equal_states, language_model, small, trainer
 
-STOCK = [spec.name for spec in OPTIMIZERS if spec.needs != "trainer"]
+WITH_CALLBACK = [spec.name for spec in OPTIMIZERS if spec.needs == "callback"]
 
 
-@pytest.mark.parametrize("name", STOCK)
+@pytest.mark.parametrize("name", NAMES)
 def test_resuming_from_a_checkpoint_is_exact(name, tmp_path):
     def make(folder):
         kwargs = dict(optimizer=fhf.trainer_optimizer(name, **small(name)), callbacks=fhf.trainer_callbacks(name))
@@ -30,6 +31,20 @@ def test_resuming_from_a_checkpoint_is_exact(name, tmp_path):
     assert_equal_states(resumed.optimizer.state_dict(), whole.optimizer.state_dict())
     # and the checkpoint reads without trust
     torch.load(tmp_path / "whole" / "checkpoint-4" / "optimizer.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("name", WITH_CALLBACK)
+def test_without_its_callback_a_method_raises_or_says_what_is_missing(name, tmp_path, caplog):
+    logging.warning_once.cache_clear()
+    run = trainer(tmp_path, language_model(), optimizer=fhf.trainer_optimizer(name, **small(name)))
+    with caplog.at_level("WARNING"):
+        try:
+            run.train()
+        except RuntimeError as error:
+            message = str(error)
+        else:
+            message = caplog.text
+    assert f"trainer_callbacks({name!r})" in message
 
 
 @pytest.mark.parametrize("name", NAMES)
