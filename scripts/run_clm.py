@@ -6,24 +6,25 @@
     python scripts/run_clm.py settings.yaml                               # the same flags as keys of a file
 
 Running a command again resumes from its last checkpoint. `metrics.json` in the output folder holds the held-out loss
-before and after, beside that of knowing only the token frequencies.
+before and after, beside that of knowing only the token frequencies; `loss.png` its course.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import Trainer
 
 import frankenstein_hf  # noqa: F401  (registers the models)
 from frankenstein_hf.data import CausalLMCollator
 from frankenstein_hf.training.arguments import DataArguments, ModelArguments, ProgramArguments, parse_arguments
-from frankenstein_hf.training.programs import Run, run_main
+from frankenstein_hf.training.language_modeling import LanguageModelRun
+from frankenstein_hf.training.programs import run_main
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the program; returns the metrics."""
     model_args, data_args, training_args = parse_arguments((ModelArguments, DataArguments, ProgramArguments), argv)
-    run = Run("clm", AutoModelForCausalLM, model_args, data_args, training_args)
+    run = LanguageModelRun("clm", model_args, data_args, training_args)
 
     tokenizer, train_dataset, eval_dataset = run.prepare_data()
     trainer = Trainer(

@@ -6,14 +6,14 @@
     python scripts/run_mlm.py settings.yaml                               # the same flags as keys of a file
 
 Running a command again resumes from its last checkpoint. `metrics.json` in the output folder holds the held-out loss
-before and after, on the same masks, beside that of knowing only the token frequencies.
+before and after, on the same masks, beside that of knowing only the token frequencies; `loss.png` its course.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import AutoModelForMaskedLM, Trainer
+from transformers import Trainer
 
 import frankenstein_hf  # noqa: F401  (registers the models)
 from frankenstein_hf.data import MaskedLMCollator, MaskRateSchedule, mask_once
@@ -24,7 +24,8 @@ from frankenstein_hf.training.arguments import (
     ProgramArguments,
     parse_arguments,
 )
-from frankenstein_hf.training.programs import Run, run_main
+from frankenstein_hf.training.language_modeling import LanguageModelRun
+from frankenstein_hf.training.programs import run_main
 
 
 @dataclass
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     mask_args.check()
     # logits at the labelled positions only: the same loss, for a fraction of the work (a label smoother wants them all)
     sparse = training_args.label_smoothing_factor == 0
-    run = Run("mlm", AutoModelForMaskedLM, model_args, data_args, training_args, sparse_prediction=sparse)
+    run = LanguageModelRun("mlm", model_args, data_args, training_args, sparse_prediction=sparse)
 
     tokenizer, train_dataset, eval_dataset = run.prepare_data()
     collator = MaskedLMCollator(

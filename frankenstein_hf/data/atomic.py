@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 
-def write_text(path: str | os.PathLike, text: str) -> Path:
-    """Write `text` (UTF-8) to a temporary file beside `path` and rename it; folders are made as needed."""
+def write_bytes(path: str | os.PathLike, content: bytes) -> Path:
+    """Write `content` to a temporary file beside `path` and rename it; folders are made as needed."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes files only their owner can read
@@ -23,6 +23,11 @@ def write_text(path: str | os.PathLike, text: str) -> Path:
         Path(temporary).unlink(missing_ok=True)
         raise
     return path
+
+
+def write_text(path: str | os.PathLike, text: str) -> Path:
+    """`write_bytes` of `text` in UTF-8."""
+    return write_bytes(path, text.encode("utf-8"))
 
 
 def write_json(path: str | os.PathLike, value: Any) -> Path:

@@ -23,6 +23,7 @@ def train_tokenizer(
     objective: Objective = "mlm",
     model_max_length: int = 2048,
     show_progress: bool = False,
+    add_prefix_space: bool = False,
 ) -> "PreTrainedTokenizerFast":
     """Train a byte-level BPE tokenizer that transformers' pipelines can use.
 
@@ -36,6 +37,8 @@ def train_tokenizer(
         objective: "mlm" or "clm".
         model_max_length: Longest sequence of the model it is for.
         show_progress: Whether to show progress bars.
+        add_prefix_space: Whether a text gets a space before its first word, so that words given one by one are
+            encoded as they are inside a text.
 
     Raises:
         ValueError: An unknown objective, a vocabulary smaller than the bytes and specials, or no text.
@@ -50,7 +53,7 @@ def train_tokenizer(
     if vocab_size < BYTES + len(specials):
         raise ValueError(f"vocab_size={vocab_size} must be at least {BYTES + len(specials)}: all bytes and specials.")
     tokenizer = Tokenizer(models.BPE(unk_token=names.get("unk_token")))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -86,6 +89,15 @@ def train_tokenizer(
         clean_up_tokenization_spaces=False,
         **added,
     )
+
+
+def words_begin_with_a_space(tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Have a byte-level tokenizer encode words given one by one as it does inside a text; others are left alone."""
+    from tokenizers import pre_tokenizers
+
+    splitter = getattr(getattr(tokenizer, "backend_tokenizer", None), "pre_tokenizer", None)
+    if isinstance(splitter, pre_tokenizers.ByteLevel):
+        splitter.add_prefix_space = True  # the tokenizer's own, not a copy
 
 
 def pack(

@@ -4,10 +4,10 @@ import dataclasses
 import json
 import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import yaml
@@ -79,11 +79,49 @@ class ModelArguments:
 
 
 @dataclass
-class DataArguments:
-    """What to train on; by default the docstrings of the Python standard library."""
+class SourceArguments:
+    """Where a program's data comes from, and how much of it is used; without files and dataset, data that is there."""
 
     dataset_name: str | None = field(default=None, metadata={"help": "A dataset of the Hub, or a folder of one."})
     dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of that dataset."})
+    train_file: str | None = field(default=None, metadata={"help": "Data to train on: csv, json, jsonl, parquet."})
+    validation_file: str | None = field(default=None, metadata={"help": "Data to evaluate on, of the same type."})
+    validation_split_percentage: float = field(
+        default=20.0, metadata={"help": "Share of the rows to hold out when nothing was given to evaluate on."}
+    )
+    block_size: int = field(default=256, metadata={"help": "Most tokens of a row; what is longer is cut."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Use only the first so many rows."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on so many rows at most."})
+    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
+
+    file_types: ClassVar[dict[str, str]] = {ending: kind for ending, kind in FILE_TYPES.items() if kind != "text"}
+
+    def check(self) -> None:
+        """Raise `BadInput` for what cannot be."""
+        if self.dataset_name and (self.train_file or self.validation_file):
+            raise BadInput("Give --dataset_name or files, not both.")
+        if self.dataset_config_name and not self.dataset_name:
+            raise BadInput("--dataset_config_name needs --dataset_name.")
+        if self.validation_file and not self.train_file:
+            raise BadInput("--validation_file needs --train_file, whose text also trains the tokenizer.")
+        kinds = {
+            name: checked_file(name, getattr(self, name), self.file_types)
+            for name in ("train_file", "validation_file")
+            if getattr(self, name) is not None
+        }
+        if len(set(kinds.values())) > 1:
+            raise BadInput("--train_file and --validation_file must be of the same type.")
+        if not 0 < self.validation_split_percentage < 100:
+            raise BadInput(f"--validation_split_percentage {self.validation_split_percentage} must be in (0, 100).")
+        for name in ("block_size", "max_train_samples", "max_eval_samples", "preprocessing_num_workers"):
+            if (number := getattr(self, name)) is not None and number < 1:
+                raise BadInput(f"--{name} {number} must be at least 1.")
+
+
+@dataclass
+class DataArguments(SourceArguments):
+    """What a language model is trained on; by default the docstrings of the Python standard library."""
+
     train_file: str | None = field(default=None, metadata={"help": "Text to train on: txt, json, jsonl, csv, parquet."})
     validation_file: str | None = field(default=None, metadata={"help": "Text to evaluate on, of the same type."})
     text_column: str | None = field(
@@ -103,45 +141,14 @@ class DataArguments:
             "none: a document a row, padded."
         },
     )
-    max_train_samples: int | None = field(default=None, metadata={"help": "Use only the first so many documents."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on so many documents at most."})
-    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
+
+    file_types: ClassVar[dict[str, str]] = FILE_TYPES
 
     def check(self) -> None:
         """Raise `BadInput` for what cannot be."""
-        if self.dataset_name and (self.train_file or self.validation_file):
-            raise BadInput("Give --dataset_name or files, not both.")
-        if self.dataset_config_name and not self.dataset_name:
-            raise BadInput("--dataset_config_name needs --dataset_name.")
-        if self.validation_file and not self.train_file:
-            raise BadInput("--validation_file needs --train_file, whose text also trains the tokenizer.")
-        kinds = {}
-        for name in ("train_file", "validation_file"):
-            if (value := getattr(self, name)) is None:
-                continue
-            path = Path(value)
-            if path.suffix.lower() not in FILE_TYPES:
-                raise BadInput(f"--{name} {value}: unknown type {path.suffix!r}" + _allowed(FILE_TYPES))
-            if not path.is_file():
-                raise BadInput(f"--{name} {value}: there is no such file.")
-            if path.stat().st_size == 0:
-                raise BadInput(f"--{name} {value}: the file is empty.")
-            kinds[name] = FILE_TYPES[path.suffix.lower()]
-        if len(set(kinds.values())) > 1:
-            raise BadInput("--train_file and --validation_file must be of the same type.")
-        for name, choices in (
-            ("sample_by", ("line", "paragraph", "document")),
-            ("packing", ("blocks", "documents", "none")),
-        ):
-            if getattr(self, name) not in choices:
-                raise BadInput(
-                    f"--{name} {getattr(self, name)!r} is unknown" + did_you_mean(getattr(self, name), choices)
-                )
-        if not 0 < self.validation_split_percentage < 100:
-            raise BadInput(f"--validation_split_percentage {self.validation_split_percentage} must be in (0, 100).")
-        for name in ("block_size", "max_train_samples", "max_eval_samples", "preprocessing_num_workers"):
-            if (number := getattr(self, name)) is not None and number < 1:
-                raise BadInput(f"--{name} {number} must be at least 1.")
+        super().check()
+        check_choice("sample_by", self.sample_by, ("line", "paragraph", "document"))
+        check_choice("packing", self.packing, ("blocks", "documents", "none"))
 
 
 @dataclass
@@ -167,6 +174,24 @@ class ProgramArguments(TrainingArguments):
         if not torch.accelerator.is_available():
             self.dataloader_pin_memory = False  # of no use, and torch warns about it
         super().__post_init__()
+
+
+def checked_file(name: str, value: str, types: dict[str, str]) -> str:
+    """The kind of the file given as --`name`, one of the values of `types`; raises `BadInput` if it cannot be read."""
+    path = Path(value)
+    if path.suffix.lower() not in types:
+        raise BadInput(f"--{name} {value}: unknown type {path.suffix!r}" + _allowed(types))
+    if not path.is_file():
+        raise BadInput(f"--{name} {value}: there is no such file.")
+    if path.stat().st_size == 0:
+        raise BadInput(f"--{name} {value}: the file is empty.")
+    return types[path.suffix.lower()]
+
+
+def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    """Raise `BadInput` if the --`name` given is none of the choices."""
+    if value not in choices:
+        raise BadInput(f"--{name} {value!r} is unknown" + did_you_mean(value, choices))
 
 
 def parse_arguments(classes: tuple[type, ...], argv: Sequence[str] | None = None) -> tuple[Any, ...]:

@@ -1,65 +1,75 @@
-"""What `scripts/run_mlm.py` and `scripts/run_clm.py` share: checks, data, model, and the run itself."""
+"""What the training programs in `scripts/` share: checks, tokenizer, model, and the run itself."""
 
+import abc
 import contextlib
 import dataclasses
 import logging
-import math
-import os
-import pickle
 import platform
 import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, Trainer, set_seed
 
 from ..configuration.configuration_frankenstein import FRANKENSTEIN_VERSION, FrankensteinConfig
 from ..data.atomic import write_json
-from ..data.baseline import unigram_loss
-from ..data.corpus import embedded_corpus
-from ..data.tokenization import pack, train_tokenizer
-from .arguments import FILE_TYPES, BadInput, DataArguments, ModelArguments, ProgramArguments
+from ..data.tokenization import Objective, train_tokenizer
+from ..hub.cards import render
+from .arguments import BadInput, ModelArguments, ProgramArguments, SourceArguments
 from .callbacks import StopOnInterrupt, use_progress
-from .checkpoints import checkpoint_problem, checkpoints, last_complete_checkpoint, remove_incomplete
+from .checkpoints import check_optimizer, checkpoint_to_resume, checkpoints, remove_incomplete, save_atomically
+from .results import LOSS_PICTURE, Results, draw_loss, loss_curve
+from .sources import Source, load_source
 
 METRICS = "metrics.json"
 TOKEN_IDS = ("pad", "bos", "eos", "mask", "cls", "sep")
 
 
-class Run:
+class Run(abc.ABC):
     """One run of a training program. Everything that can be checked is checked when it is built.
 
+    A program derives from it and says what its data is (`prepare_data`), what its results mean (`baseline`,
+    `result_line`) and, where the loss is not all, how it evaluates (`evaluate`).
+
     Args:
-        objective: "mlm" or "clm".
-        auto_class: `AutoModelForMaskedLM` or `AutoModelForCausalLM`.
+        objective: What is learned, for `metrics.json`.
+        auto_class: The Auto class of the model.
         model_args, data_args, training_args: What the user asked for.
         config: Keys of a new model's config that the program decides.
 
     Attributes:
         checkpoint: The checkpoint training resumes from, or None.
         metrics: What `metrics.json` will hold.
+        source: The data, once `read` was called.
+        tokenizer: The tokenizer, once `make_tokenizer` was called.
+        labels: Keys about labels, for the config of a new model and of one that is loaded.
 
     Raises:
         BadInput: Anything that cannot work; nothing has been written then.
     """
 
+    task: str  # what the Hub calls it
+    tokenizer_kind: Objective = "mlm"  # the special tokens of a tokenizer trained here
+    baseline_name: str  # key of the baseline in `metrics`
+    baseline_words: str
+
     def __init__(
         self,
-        objective: Literal["mlm", "clm"],
+        objective: str,
         auto_class: Any,
         model_args: ModelArguments,
-        data_args: DataArguments,
+        data_args: SourceArguments,
         training_args: ProgramArguments,
         **config: Any,
     ) -> None:
         self.objective, self.auto_class, self.fixed = objective, auto_class, config
         self.model_args, self.data_args, self.args = model_args, data_args, training_args
+        self.labels: dict[str, Any] = {}
         data_args.check()
         self.overrides = model_args.overrides()
         if model_args.model_name_or_path:
@@ -67,46 +77,53 @@ class Run:
                 raise BadInput(
                     f"{', '.join(self.overrides)} cannot be chosen with --model_name_or_path, which has its own."
                 )
+            self.pretrained_config = self._read_config()
         else:
             with torch.device("meta"):  # finds a mixer that cannot do it before any work is done
-                _good(lambda: auto_class.from_config(self._config(model_args.vocab_size), **self._computation()))
-        self.checkpoint = self._find_checkpoint()
+                good(lambda: auto_class.from_config(self._config(model_args.vocab_size), **self._computation()))
+        self.checkpoint = checkpoint_to_resume(training_args)
+        if self.checkpoint is not None and not model_args.model_name_or_path:
+            self._check_same_model(self.checkpoint)
         self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.source: Source | None = None
         self.metrics: dict[str, Any] = {}
         self._start = time.monotonic()
         transformers.logging.set_verbosity(training_args.get_process_log_level())
 
+    # ------------------------------------------------------------------ what a program says
+
+    @abc.abstractmethod
+    def prepare_data(self) -> tuple[PreTrainedTokenizerBase, Any, Any]:
+        """The tokenizer, and the datasets to train and evaluate on."""
+
+    @abc.abstractmethod
+    def baseline(self, trainer: Trainer) -> dict[str, float]:
+        """What the evaluation gives for knowing next to nothing."""
+
+    def evaluate(self, trainer: Trainer) -> dict[str, float]:
+        """The results on the held-out data, "loss" among them."""
+        skipped = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
+        metrics = {key.removeprefix("eval_"): value for key, value in trainer.evaluate().items() if key != "epoch"}
+        return {key: value for key, value in metrics.items() if key not in skipped}
+
+    def result_line(self, metrics: dict[str, Any]) -> str:
+        """Results in words."""
+        words = {"loss": "held-out loss"}
+        return ", ".join(f"{words.get(key, key.replace('_', ' '))} {value:.3f}" for key, value in metrics.items())
+
     # ------------------------------------------------------------------ checks
 
-    def _find_checkpoint(self) -> Path | None:
-        args = self.args
-        output = Path(args.output_dir or "")
-        if output.exists() and not output.is_dir():
-            raise BadInput(f"--output_dir {output} is a file.")
-        if args.resume_from_checkpoint and str(args.resume_from_checkpoint).lower() not in ("true", "false"):
-            if problem := checkpoint_problem(args.resume_from_checkpoint):
-                raise BadInput(f"Cannot resume from {args.resume_from_checkpoint}: {problem}.")
-            found: Path | None = Path(args.resume_from_checkpoint)
-        elif not args.do_train or args.overwrite_output_dir:
-            return None
-        else:
-            found = last_complete_checkpoint(output)
-            if found is None and str(args.resume_from_checkpoint).lower() == "true":
-                raise BadInput(f"There is no checkpoint to resume from in --output_dir {output}.")
-            own = {path.name for path in checkpoints(output)}
-            own |= {name for name in os.listdir(output) if name.startswith(".saving-")} if output.is_dir() else set()
-            if found is None and output.is_dir() and set(os.listdir(output)) - own:
-                raise BadInput(
-                    f"--output_dir {output} is not empty and holds no complete checkpoint to resume from; choose "
-                    "another folder, or start over with --overwrite_output_dir."
-                )
-        if found is not None and not self.model_args.model_name_or_path:
-            self._check_same_model(found)
-        return found
+    def _read_config(self) -> Any:
+        """The config of the checkpoint to continue from."""
+        name = str(self.model_args.model_name_or_path)
+        revision, trust = self.model_args.model_revision, self.model_args.trust_remote_code
+        return readable(
+            name, lambda: AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust)
+        )  # fmt: skip
 
     def _check_same_model(self, checkpoint: Path) -> None:
         """The checkpoint's config must be the one asked for; else its weights would be dropped or misread."""
-        saved = _good(lambda: FrankensteinConfig.from_pretrained(checkpoint))
+        saved = good(lambda: FrankensteinConfig.from_pretrained(checkpoint))
         asked = self._config(saved.vocab_size)
         decided_later = {
             "vocab_size",
@@ -125,12 +142,12 @@ class Run:
                 )
 
     def _config(self, vocab_size: int) -> FrankensteinConfig:
-        keys = {**self.fixed, **self.overrides, "vocab_size": vocab_size}
+        keys = {**self.fixed, **self.labels, **self.overrides, "vocab_size": vocab_size}
         keys.setdefault("max_position_embeddings", max(2048, self.data_args.block_size))
         tokenizer = getattr(self, "tokenizer", None)
         ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id", None) for name in TOKEN_IDS}
         keys.update({key: value for key, value in ids.items() if value is not None})
-        return _good(lambda: FrankensteinConfig(**keys))
+        return good(lambda: FrankensteinConfig(**keys))
 
     def _computation(self) -> dict[str, Any]:
         name = self.model_args.attn_implementation
@@ -138,44 +155,21 @@ class Run:
 
     # ------------------------------------------------------------------ data
 
-    def prepare_data(self) -> tuple[PreTrainedTokenizerBase, Any, Any]:
-        """The tokenizer, and the packed datasets to train and evaluate on."""
+    def read(self, embedded: Callable[[float], Any], **reader: Any) -> Source:
+        """The data, as `load_source`."""
         set_seed(self.args.seed)
-        data = self.data_args
-        with self.bars(), self.args.main_process_first(desc="preparing the data"):
-            raw, origin = load_texts(data, self.args.seed)
-            column = _text_column(raw["train"], data.text_column)
-            for split, limit in (("train", data.max_train_samples), ("validation", data.max_eval_samples)):
-                if limit is not None:
-                    raw[split] = raw[split].select(range(min(limit, len(raw[split]))))
-            self.tokenizer = self._make_tokenizer(raw["train"], column)
-            sets = {split: self._pack(raw[split], column, split) for split in ("train", "validation")}
-        self.metrics["data"] = {
-            "origin": origin,
-            "documents": {split: len(raw[split]) for split in sets},
-            "rows": {split: len(rows) for split, rows in sets.items()},
-            "block_size": data.block_size,
-            "packing": data.packing,
-        }
-        self.say(f"Data:   {origin}")
-        self.say(
-            f"        {len(raw['train']):,} documents to train on, {len(raw['validation']):,} held out: "
-            f"{len(sets['train']):,} + {len(sets['validation']):,} rows of up to {data.block_size} tokens"
-        )
-        return self.tokenizer, sets["train"], sets["validation"]
+        self.source = load_source(self.data_args, self.args.seed, embedded, **reader)
+        return self.source
 
-    def _pack(self, documents: Any, column: str, split: str) -> Any:
-        data, tokenizer = self.data_args, self.tokenizer
-        assert tokenizer is not None
-        processes = data.preprocessing_num_workers
-        return _good(
-            lambda: pack(
-                documents, tokenizer, data.block_size, data.packing, column, processes, f"Tokenizing {split}"
-            )
-        )  # fmt: skip
+    def describe_data(self, **counts: Any) -> None:
+        """Put the data into `metrics` and on the screen."""
+        assert self.source is not None
+        self.metrics["data"] = {"origin": self.source.origin, **counts, "block_size": self.data_args.block_size}
+        self.say(f"Data:   {self.source.origin}")
 
-    def _make_tokenizer(self, train: Any, column: str) -> PreTrainedTokenizerBase:
-        model_args, tokenizer = self.model_args, None
+    def make_tokenizer(self, texts: Iterable[str], **options: Any) -> PreTrainedTokenizerBase:
+        """The tokenizer asked for, that of the checkpoint, or one trained on `texts` with `train_tokenizer`."""
+        model_args = self.model_args
         name = model_args.tokenizer_name or self.checkpoint or model_args.model_name_or_path
         if name is not None:
             tokenizer = AutoTokenizer.from_pretrained(
@@ -185,14 +179,12 @@ class Run:
             )
         else:
             length = max(2048, self.data_args.block_size)
-            texts = (text for batch in train.iter(1000) for text in batch[column] if text)
-            tokenizer = _good(lambda: train_tokenizer(texts, model_args.vocab_size, self.objective, length))
-        if self.objective == "mlm" and tokenizer.mask_token_id is None:
-            raise BadInput(
-                f"The tokenizer {name} has no mask token, so it cannot be used for masked language modelling."
+            tokenizer = good(
+                lambda: train_tokenizer(texts, model_args.vocab_size, self.tokenizer_kind, length, **options)
             )
         if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
             tokenizer.pad_token = tokenizer.eos_token
+        self.tokenizer = tokenizer
         return tokenizer
 
     @contextlib.contextmanager
@@ -211,7 +203,7 @@ class Run:
 
     # ------------------------------------------------------------------ model
 
-    def build_model(self) -> PreTrainedModel:
+    def build_model(self) -> Any:
         """The new model, or the checkpoint to continue from, fitting the tokenizer."""
         assert self.tokenizer is not None, "prepare_data comes first"
         set_seed(self.args.seed)
@@ -222,19 +214,27 @@ class Run:
                 revision=model_args.model_revision,
                 trust_remote_code=model_args.trust_remote_code,
                 **self._computation(),
+                **self.labels,
+                **({"ignore_mismatched_sizes": True} if self.labels else {}),  # a head for other labels is new
             )
             for key, value in self.fixed.items():
                 if hasattr(model.config, key):
                     setattr(model.config, key, value)
+            if getattr(model.config, "pad_token_id", None) is None:  # some classifiers look for their last real token
+                model.config.pad_token_id = self.tokenizer.pad_token_id
             if len(self.tokenizer) > model.get_input_embeddings().num_embeddings:
                 model.resize_token_embeddings(len(self.tokenizer))
         else:
             model = self.auto_class.from_config(self._config(len(self.tokenizer)), **self._computation())
-        parameters = sum(p.numel() for p in model.parameters())
-        mixers = getattr(model.config, "mixer_names", [model.config.model_type])
-        self.metrics["model"] = {"parameters": parameters, "layers": mixers, "vocab_size": model.config.vocab_size}
-        self.say(f"Model:  {parameters:,} parameters, layers: {', '.join(mixers)}")
+        self.describe_model(model, model.config)
         return model
+
+    def describe_model(self, model: Any, config: Any) -> None:
+        """Put the model into `metrics` and on the screen."""
+        parameters = sum(p.numel() for p in model.parameters())
+        mixers = getattr(config, "mixer_names", [config.model_type])
+        self.metrics["model"] = {"parameters": parameters, "layers": mixers, "vocab_size": config.vocab_size}
+        self.say(f"Model:  {parameters:,} parameters, layers: {', '.join(mixers)}")
 
     # ------------------------------------------------------------------ the run
 
@@ -247,28 +247,30 @@ class Run:
         args, output = self.args, Path(self.args.output_dir or "")
         use_progress(trainer)
         if args.do_train and self.checkpoint is not None:
-            self._check_optimizer(trainer, self.checkpoint)
+            check_optimizer(trainer, self.checkpoint)
         transformers.logging.disable_progress_bar()  # one per checkpoint, through the middle of the training bar
         if args.do_train:
             if args.overwrite_output_dir:
                 for path in checkpoints(output):
                     shutil.rmtree(path)
-                (output / METRICS).unlink(missing_ok=True)
+                for name in (METRICS, LOSS_PICTURE):
+                    (output / name).unlink(missing_ok=True)
             for removed in remove_incomplete(output):
                 self.say(f"Removed {removed}")
         if args.do_eval:
-            self._baseline(trainer)
-            self.metrics["before"] = self._evaluate(trainer)
-            self.say(f"Before: held-out loss {self.metrics['before']['loss']:.3f}")
+            self.metrics[self.baseline_name] = self.baseline(trainer)
+            self.metrics["before"] = self.evaluate(trainer)
+            self.say(f"Before: {self.result_line(self.metrics['before'])}")
         if args.do_train:
             if self.checkpoint is not None:
                 self.say(f"Resuming from {self.checkpoint}")
             self._train(trainer)
             save_atomically(trainer, output)
         if args.do_eval:
-            after = self.metrics["after" if args.do_train else "before"] = self._evaluate(trainer)
-            self.say(f"After:  held-out loss {after['loss']:.3f}, perplexity {after['perplexity']:.1f}")
-            self.say(f"        token frequencies alone reach {self.metrics['unigram']['loss']:.3f}")
+            if args.do_train:
+                self.metrics["after"] = self.evaluate(trainer)
+                self.say(f"After:  {self.result_line(self.metrics['after'])}")
+            self.say(f"        {self.baseline_words}: {self.result_line(self.metrics[self.baseline_name])}")
         self.metrics["objective"] = self.objective
         self.metrics["seconds"] = round(time.monotonic() - self._start, 1)
         self.metrics["versions"] = {
@@ -278,10 +280,10 @@ class Run:
             "python": platform.python_version(),
         }
         if trainer.is_world_process_zero():
-            write_json(output / METRICS, self.metrics)
+            self._write_results(trainer, output)
         if args.push_to_hub:
             data = self.data_args
-            card: dict[str, Any] = {"tasks": "fill-mask" if self.objective == "mlm" else "text-generation"}
+            card: dict[str, Any] = {"tasks": self.task}
             if self.model_args.model_name_or_path:
                 card["finetuned_from"] = self.model_args.model_name_or_path
             if data.dataset_name:
@@ -289,29 +291,28 @@ class Run:
             trainer.push_to_hub(**card)
         return self.metrics
 
-    def _check_optimizer(self, trainer: Trainer, checkpoint: Path) -> None:
-        """Refuse an optimizer state in another order of parameters: torch's fused kernels would read past its end."""
-        path = checkpoint / "optimizer.pt"
-        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or not path.is_file():
-            return
-        try:
-            saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError):
-            return  # a kind of state that only Trainer knows how to read
-        parameters = [p for group in trainer.create_optimizer().param_groups for p in group["params"]]
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        states = [saved["state"].get(number, {}) for number in numbers]
-        fits = len(parameters) == len(states) and all(
-            state[name].shape == parameter.shape
-            for parameter, state in zip(parameters, states)
-            for name in ("exp_avg", "exp_avg_sq", "momentum_buffer")
-            if isinstance(state.get(name), torch.Tensor)
-        )
-        if not fits:
-            raise BadInput(
-                f"The optimizer state in {checkpoint} does not fit the model: it was written by another version of the "
-                "code or for another model. Choose another --output_dir or --overwrite_output_dir."
-            )
+    def _write_results(self, trainer: Trainer, output: Path) -> None:
+        """`metrics.json`, the loss curve, and both in the card of a model that was trained."""
+        assert self.source is not None
+        picture = None
+        if self.args.do_train:
+            self.metrics["curve"] = loss_curve(trainer.state.log_history, self.metrics)
+            picture, missing = draw_loss(self.metrics["curve"], output / LOSS_PICTURE)
+            if missing:
+                self.say(missing)
+        write_json(output / METRICS, self.metrics)
+        if self.args.do_train:
+            results = Results(
+                self.metrics, self.baseline_name, self.baseline_words, self.task, self.source.name,
+                self.data_args.dataset_name, picture,
+            )  # fmt: skip
+            self.add_to_card(trainer, output, results)
+
+    def add_to_card(self, trainer: Trainer, output: Path, results: Results) -> None:
+        """Put the results into the model card, unless somebody wrote one."""
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        if hasattr(model, "create_or_update_model_card") and hasattr(model.config, "mixer_names"):
+            render(model, output, self.args.hub_model_id, results=results)
 
     def _train(self, trainer: Trainer) -> None:
         output = Path(self.args.output_dir or "")
@@ -338,88 +339,10 @@ class Run:
             **{key.removeprefix("train_"): value for key, value in result.metrics.items()},
         }
 
-    def _evaluate(self, trainer: Trainer) -> dict[str, float]:
-        loss = trainer.evaluate()["eval_loss"]
-        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
-
-    def _baseline(self, trainer: Trainer) -> None:
-        assert self.tokenizer is not None
-        never = self.tokenizer.all_special_ids if self.objective == "mlm" else ()
-        train: Any = trainer.train_dataset
-        evaluation: Any = trainer.eval_dataset
-        self.metrics["unigram"] = {"loss": unigram_loss(train, evaluation, len(self.tokenizer), never)}
-
     def say(self, line: str) -> None:
         """Print a line, once in a distributed run."""
         if self.args.process_index == 0:
             print(line, flush=True)
-
-
-def load_texts(data: DataArguments, seed: int) -> tuple[Any, str]:
-    """The documents, with splits "train" and "validation", and where they come from, in words."""
-    from datasets import DatasetDict, load_dataset
-    from datasets.exceptions import DatasetsError
-
-    if not data.dataset_name and not data.train_file:
-        raw = embedded_corpus(held_out=data.validation_split_percentage / 100)
-        return raw, f"{raw['train'].info.description} ({raw['train'].info.license})"
-    try:
-        if data.dataset_name:
-            loaded = load_dataset(data.dataset_name, data.dataset_config_name)
-            origin = " ".join(name for name in (data.dataset_name, data.dataset_config_name) if name)
-        else:
-            files = {"train": data.train_file, "validation": data.validation_file}
-            files = {split: file for split, file in files.items() if file is not None}
-            kind = FILE_TYPES[Path(str(data.train_file)).suffix.lower()]
-            extra = {"sample_by": data.sample_by} if kind == "text" else {}
-            loaded, origin = load_dataset(kind, data_files=files, **extra), " and ".join(map(str, files.values()))
-    except (DatasetsError, OSError, ValueError) as error:
-        raise BadInput(f"Cannot read {data.dataset_name or data.train_file}: {error}") from error
-    if "train" not in loaded:
-        raise BadInput(f"{origin} has no split 'train', only {', '.join(loaded)}.")
-    held_out = next((name for name in ("validation", "test") if name in loaded), None)
-    if held_out is not None:
-        return DatasetDict(train=loaded["train"], validation=loaded[held_out]), origin
-    if len(loaded["train"]) < 2:
-        raise BadInput(
-            f"{origin} is a single document, so none can be held out; give --validation_file or --sample_by."
-        )
-    parts = loaded["train"].train_test_split(test_size=data.validation_split_percentage / 100, seed=seed)
-    return DatasetDict(train=parts["train"], validation=parts["test"]), origin
-
-
-def _text_column(dataset: Any, asked: str | None) -> str:
-    strings = [
-        name for name, kind in dataset.features.items() if getattr(kind, "dtype", None) in ("string", "large_string")
-    ]
-    if asked is not None:
-        if asked not in strings:
-            raise BadInput(f"--text_column {asked!r} is no column of text; there are {', '.join(strings) or 'none'}.")
-        return asked
-    if "text" in strings:
-        return "text"
-    if len(strings) != 1:
-        raise BadInput(f"Choose the column of text with --text_column: {', '.join(strings) or 'there is none'}.")
-    return strings[0]
-
-
-def save_atomically(trainer: Trainer, output: Path) -> None:
-    """`trainer.save_model`, with every file renamed into place once all of them are written."""
-    output.mkdir(parents=True, exist_ok=True)
-    temporary = (
-        Path(tempfile.mkdtemp(prefix=".saving-", dir=output)) if trainer.args.should_save else output / ".saving-"
-    )
-    try:
-        trainer.save_model(str(temporary), _internal_call=True)  # without a push to the Hub of its own
-        if trainer.args.should_save:
-            for path in sorted(temporary.rglob("*")):
-                if path.is_file():
-                    target = output / path.relative_to(temporary)
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    os.replace(path, target)
-    finally:
-        if trainer.args.should_save:
-            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _not_about_tied_weights(record: logging.LogRecord) -> bool:
@@ -427,12 +350,21 @@ def _not_about_tied_weights(record: logging.LogRecord) -> bool:
     return "missing keys in the checkpoint model loaded: ['lm_head.weight']." not in record.getMessage()
 
 
-def _good(make: Callable[[], Any]) -> Any:
+def good(make: Callable[[], Any]) -> Any:
     """`make()`, its ValueErrors as `BadInput`."""
     try:
         return make()
     except ValueError as error:
         raise error if isinstance(error, BadInput) else BadInput(str(error)) from error
+
+
+def readable(name: str | None, read: Callable[[], Any]) -> Any:
+    """`read()`, its errors as `BadInput` about the checkpoint called `name`."""
+    try:
+        return read()
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise BadInput(f"Cannot read --model_name_or_path {name}: {reason}") from error
 
 
 def run_main(main: Callable[[], Any]) -> None:

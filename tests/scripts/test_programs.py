@@ -147,6 +147,10 @@ BAD = {
     "nothing to resume": ({"resume_from_checkpoint": "checkpoint-9"}, "no such folder"),
     "no checkpoint": ({"resume_from_checkpoint": "true"}, "no checkpoint to resume from"),
     "two models": ({"model_name_or_path": "some/model"}, "cannot be chosen with --model_name_or_path"),
+    "no such checkpoint": (
+        {"model_name_or_path": "nowhere/at/all", "layer_pattern": None, "config_overrides": None},
+        "Cannot read --model_name_or_path nowhere/at/all",
+    ),
     "no place to write": ({"output_dir": None}, "--output_dir is missing"),
 }
 
@@ -157,7 +161,7 @@ def test_bad_input_is_named_before_anything_is_written(case, flags, tmp_path, mo
 
     changes, message = BAD[case]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(programs, "load_texts", lambda *args: pytest.fail("data was read before the check"))
+    monkeypatch.setattr(programs, "load_source", lambda *args, **reader: pytest.fail("data was read before the check"))
     before = sorted(tmp_path.iterdir())
     with pytest.raises(BadInput, match=message):
         run_clm.main(flags(**changes))
