@@ -155,10 +155,17 @@ def test_the_problem_is_read_from_the_labels_and_the_metrics_are_those_of_the_sa
     assert set(metrics["after"]) == METRICS[problem] | {"loss"} and set(metrics["constant"]) == METRICS[problem]
     config = json.loads((out / "config.json").read_text())
     assert list(config["id2label"].values()) == names and config.get("problem_type") == problem
+    tokenizer = AutoTokenizer.from_pretrained(out)
     if problem is None:
+        model, right = AutoModelForTokenClassification.from_pretrained(out).eval(), []
+        for row in held_out(rows):
+            encoded = tokenizer(row["tokens"], is_split_into_words=True, truncation=True, max_length=16)
+            places = {word: place for place, word in reversed(list(enumerate(encoded.word_ids()))) if word is not None}
+            answers = model(torch.tensor([encoded["input_ids"]])).logits[0].argmax(-1)
+            right += [names[answers[place]] == row["tags"][word] for word, place in places.items()]
+        assert metrics["after"]["accuracy"] == pytest.approx(np.mean(right))
         return
     model = AutoModelForSequenceClassification.from_pretrained(out).eval()
-    tokenizer = AutoTokenizer.from_pretrained(out)
     texts = [changes.get("text_column", "text"), *([changes["text_pair_column"]] if kind == "pairs" else [])]
     answers, truths = [], []
     for row in held_out(rows):
