@@ -159,7 +159,9 @@ def optimizer_catalogue() -> str:
         if spec.fallback:
             kinds = " and ".join({"table": "embeddings", "vector": "vectors"}.get(k, k) for k in sorted(spec.fallback))
             fallback = f" AdamW trains {kinds}."
-        closure = " `step` needs a closure that evaluates the loss." if spec.closure else ""
+        closure = (
+            " `step` needs a closure: the loss, with its gradients where those are enabled." if spec.closure else ""
+        )
         needs = "" if spec.needs == "nothing" else f" In `Trainer`: {in_trainer(spec)}."
         parts += [
             f"## `{spec.name}`",

@@ -250,6 +250,9 @@ class FrankensteinConfig(PreTrainedConfig):
         for name in {layer.hidden_act for layer in layers}:
             if name not in ACT2FN:
                 raise ValueError(f"Unknown hidden_act {name!r}" + did_you_mean(name, ACT2FN))
+        problems = ("regression", "single_label_classification", "multi_label_classification")
+        if self.problem_type not in (None, *problems):
+            raise ValueError(f"Unknown problem_type {self.problem_type!r}" + did_you_mean(self.problem_type, problems))
         poolings = ("cls", "mean", "last")
         if self.classifier_pooling not in (None, *poolings):
             raise ValueError(

@@ -62,7 +62,7 @@ class _RealTokens:
 class MixerStateLayer(_RealTokens, CacheLayerMixin):
     """Named constant-size tensors of one layer: recurrent states, convolution tails, rings of keys and values."""
 
-    _layer_type = STATE_LAYER_TYPE
+    _layer_type: str | None = STATE_LAYER_TYPE
     is_sliding = False
     is_compileable = False
     is_croppable = True
@@ -225,7 +225,7 @@ class MixerKVLayer(_RealTokens, DynamicLayer):
     axis but one.
     """
 
-    _layer_type = KV_LAYER_TYPE
+    _layer_type: str | None = KV_LAYER_TYPE
     supports_early_init = False
 
     def __init__(self, **kwargs: Any) -> None:
@@ -324,7 +324,34 @@ class MixerKVLayer(_RealTokens, DynamicLayer):
         return sum(x.numel() * x.element_size() for x in kept)
 
 
-class MixerStaticStateLayer(MixerStateLayer):
+class _StaticCount:
+    """Counting in tensors that stay where they are: in a compiled step no number changes from call to call."""
+
+    num_real: Tensor | None
+    _length: Tensor
+
+    @property
+    def cumulative_length(self) -> Any:
+        """Physical tokens seen; a tensor of no dimensions while a graph is compiled."""
+        return self._length.clone() if torch.compiler.is_compiling() else int(self._length)
+
+    @cumulative_length.setter
+    def cumulative_length(self, value: Any) -> None:
+        if torch.compiler.is_compiling():
+            self._length.copy_(value)
+        else:
+            self._length = torch.tensor(value)
+
+    def _count(self, keep: Tensor) -> None:
+        now = keep.sum(1)
+        if self.num_real is None or getattr(self, "record_past", False):  # records keep the old count
+            self.num_real = now if self.num_real is None else self.num_real + now
+        else:
+            self.num_real.add_(now)
+        self.cumulative_length += keep.shape[1]
+
+
+class MixerStaticStateLayer(_StaticCount, MixerStateLayer):
     """States that stay where they are from call to call, as a compiled decoding step wants them."""
 
     _layer_type: str | None = None  # named below: transformers takes a class with a name for the growing cache's
@@ -342,7 +369,7 @@ class MixerStaticStateLayer(MixerStateLayer):
             self.states = {name: kept[name].copy_(x) for name, x in states.items()}
 
 
-class MixerStaticKVLayer(MixerKVLayer):
+class MixerStaticKVLayer(_StaticCount, MixerKVLayer):
     """Keys, values and streams of fixed length, filled in place.
 
     A mixer gets all `max_cache_len` places back, and a mask that hides the empty ones.
@@ -369,7 +396,7 @@ class MixerStaticKVLayer(MixerKVLayer):
 
     def count(self, keep: Tensor, all_real: bool) -> None:
         start, T = self.cumulative_length, keep.shape[1]
-        if start + T > self.max_cache_len:
+        if not torch.compiler.is_compiling() and start + T > self.max_cache_len:
             raise ValueError(
                 f"The static cache has {self.max_cache_len} places, {start} of them taken; {T} more tokens do not fit. "
                 "Make it longer (max_cache_len), or use a dynamic cache."

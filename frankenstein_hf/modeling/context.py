@@ -106,7 +106,7 @@ class SequenceContext:
             is one document.
         positions: [B or 1, T] position in the document, counted in real tokens, past included.
         num_past: [B] real tokens already in the cache, or None when there are none.
-        past_length: Physical length of the cache.
+        past_length: Physical length of the cache; a tensor of no dimensions in a compiled step on a static one.
         past_keep: [B, past_length] True at real cached tokens, or None when all are.
         num_places: S of a static cache, whose places behind the tokens of this call are empty; None: past_length + T.
         is_causal: Whether later tokens are invisible.
@@ -124,7 +124,7 @@ class SequenceContext:
     documents: Tensor | None
     positions: Tensor
     num_past: Tensor | None
-    past_length: int
+    past_length: int | Any
     past_keep: Tensor | None
     num_places: int | None
     is_causal: bool
@@ -169,11 +169,7 @@ class SequenceContext:
         None when nothing needs masking beyond `causal_flag`. A pad sees itself only, so its row stays finite.
         """
         if "mask" not in self._memo:
-            mask = self._build_mask() if self.custom_mask is None else self.custom_mask
-            if self.custom_mask is not None and (missing := self._places() - self.custom_mask.shape[-1]):
-                hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-                mask = torch.nn.functional.pad(mask, (0, missing), value=hidden)
-            self._memo["mask"] = mask
+            self._memo["mask"] = self._build_mask() if self.custom_mask is None else self._widened(self.custom_mask)
         return self._memo["mask"]
 
     @property
@@ -184,6 +180,12 @@ class SequenceContext:
     def _places(self) -> int:
         """S."""
         return self.past_length + self.keep.shape[1] if self.num_places is None else self.num_places
+
+    def _widened(self, mask: Tensor) -> Tensor:
+        """The caller's mask with the empty places of a static cache hidden."""
+        missing = self._places() - mask.shape[-1]
+        hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+        return torch.nn.functional.pad(mask, (0, missing), value=hidden) if missing else mask
 
     def _build_mask(self) -> Tensor | None:
         B, T = self.keep.shape
@@ -363,7 +365,7 @@ def make_context(
                 )
     if past_keep is not None and num_places is None and not unseen and bool(past_keep.all()):
         past_keep = None
-    num_past = past_num_real if past_length else None
+    num_past = past_num_real if isinstance(past_length, Tensor) or past_length else None
     if custom_mask is not None:
         positions = position_ids if position_ids is not None else torch.arange(T, device=device)[None] + past_length
         documents = None
@@ -397,11 +399,13 @@ def make_context(
     )
 
 
-def _split_masks(mask: Tensor | None, B: int, T: int, past: int) -> tuple[Tensor | None, Tensor | None]:
+def _split_masks(mask: Tensor | None, B: int, T: int, past: Any) -> tuple[Tensor | None, Tensor | None]:
     if mask is None:
         return None, None
     if isinstance(mask, dict):
         raise ValueError("attention_mask must be a tensor; a dict of per-kind masks is not used by this model.")
+    if isinstance(past, Tensor):  # lengths are not known while a graph is compiled
+        return (None, mask) if mask.dim() == 2 else (mask, None)
     if mask.dim() == 2:
         if mask.shape[0] != B or mask.shape[1] not in (T, past + T):
             allowed = f"[{B}, {T}]" + (f" or [{B}, {past + T}] (cached tokens included)" if past else "")

@@ -414,15 +414,16 @@ class FrankensteinModel(FrankensteinPreTrainedModel):
             raise ValueError("A bidirectional model has no cache: later tokens change earlier outputs.")
         _fill_cache(cache, self.config)
         lengths = [layer.get_seq_length() for layer in cache.layers[: self.config.num_hidden_layers]]
-        if any(length != lengths[0] for length in lengths):
+        if not isinstance(lengths[0], Tensor) and any(length != lengths[0] for length in lengths):
             raise ValueError(
                 f"The layers of the cache have seen different numbers of tokens ({lengths}), as after a crop that "
                 "failed half-way. Start anew with an empty cache."
             )
         masks = (layer.keep for layer in cache.layers if getattr(layer, "keep", None) is not None)
+        num_real = cache.layers[0].num_real
         return {
-            "past_length": cache.layers[0].get_seq_length(),
-            "past_num_real": cache.layers[0].num_real,
+            "past_length": lengths[0],
+            "past_num_real": None if num_real is None else num_real.clone(),  # which a layer may count on in place
             "past_keep": next(masks, None),
             "num_places": next((n for layer in cache.layers if (n := getattr(layer, "max_cache_len", None))), None),
         }

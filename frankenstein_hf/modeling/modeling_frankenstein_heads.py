@@ -266,7 +266,8 @@ class FrankensteinForMultipleChoice(FrankensteinClassifier):
         """Run the model on [B, C, T] (`inputs_embeds`: [B, C, T, D]); arguments else as in `FrankensteinModel.forward`.
 
         Args:
-            input_ids, attention_mask, position_ids, inputs_embeds: With an axis of choices behind the batch.
+            input_ids, attention_mask, position_ids, inputs_embeds: With an axis of choices behind the batch;
+                `position_ids` also [1, T] for all.
             labels: [B] the right choice, −100 to leave a row out.
 
         Returns:
@@ -276,6 +277,14 @@ class FrankensteinForMultipleChoice(FrankensteinClassifier):
             ValueError: Inputs without the axis of choices, packed rows, or labels that do not fit.
         """
         given = input_ids if input_ids is not None else inputs_embeds
+        if attention_mask is not None and attention_mask.dim() != 3:
+            raise ValueError(
+                f"Multiple choice takes attention_mask [batch, choices, tokens]; got {list(attention_mask.shape)}."
+            )
+        if position_ids is not None and position_ids.dim() == 2:  # [1, T] for all, as elsewhere
+            position_ids = position_ids[:, None]
+        if position_ids is not None and given is not None:
+            position_ids = position_ids.expand(*given.shape[:2], -1)
         if given is not None and given.dim() != (3 if input_ids is not None else 4):
             raise ValueError(
                 "Multiple choice takes input_ids [batch, choices, tokens] or inputs_embeds [batch, choices, tokens, "
@@ -314,17 +323,22 @@ def choice_loss(logits: Tensor, labels: Tensor, num_items_in_batch: Any = None) 
 # ---------------------------------------------------------------------- labels
 
 
+def may_look() -> bool:
+    """Whether values can be checked: looking at them would split a compiled graph."""
+    return not torch.compiler.is_compiling()
+
+
 def _class_labels(labels: Tensor, shape: torch.Size, num_classes: int) -> Tensor:
     """`labels` as int64 of `shape`; ValueError where a loss would stop with an error about something else."""
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise ValueError(f"labels must be whole numbers (class indices), got {labels.dtype}.")
     if labels.shape not in (shape, (*shape, 1)):
         raise ValueError(f"labels must be {list(shape)}, got {list(labels.shape)}.")
-    wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= num_classes))]
-    if len(wrong):
+    wrong = (labels != IGNORED) & ((labels < 0) | (labels >= num_classes))
+    if may_look() and bool(wrong.any()):
         raise ValueError(
-            f"labels must be from 0 to {num_classes - 1}, or {IGNORED} for no loss; got {wrong[:5].tolist()}. The "
-            "number of classes is config.num_labels (for multiple choice: the number of choices)."
+            f"labels must be from 0 to {num_classes - 1}, or {IGNORED} for no loss; got {labels[wrong][:5].tolist()}. "
+            "The number of classes is config.num_labels (for multiple choice: the number of choices)."
         )
     return labels.reshape(shape).long()
 
@@ -345,7 +359,8 @@ def _fitting_labels(labels: Tensor, logits: Tensor, problem_type: str) -> Tensor
             f"labels must be {' or '.join(str(list(shape)) for shape in allowed)} for config.problem_type="
             f"{problem_type!r} with {L} labels, got {list(labels.shape)}."
         )
-    if problem_type == "multi_label_classification" and not bool(((labels >= 0) & (labels <= 1)).all()):
+    wrong = (labels < 0) | (labels > 1)
+    if problem_type == "multi_label_classification" and may_look() and bool(wrong.any()):
         raise ValueError("labels of multi_label_classification must be in [0, 1]; there is no value for 'unknown'.")
     return labels.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -358,7 +373,7 @@ def _positions(name: str, positions: Tensor, keep: Tensor) -> Tensor:
     positions = positions.reshape(B).to(keep.device).long()
     inside = positions.clamp(0, T - 1)
     wrong = (positions < 0) | ((positions < T) & ~keep.gather(1, inside[:, None])[:, 0])
-    if bool(wrong.any()):
+    if may_look() and bool(wrong.any()):
         raise ValueError(
             f"{name} must be places of real tokens (or {T} and more to leave a row out), got "
             f"{positions[wrong][:5].tolist()}, which {'are negative or at pads' if T > 1 else 'is no real token'}."

@@ -50,7 +50,8 @@ class SupplyCurvature(WatchInputs):
 class SupplyClosure(WatchInputs):
     """Set `optimizer.closure` to the loss on the batch the model has just seen, since `Trainer` passes none.
 
-    The closure computes gradients where these are enabled. Those that `Trainer` has computed say which parameters the
+    That is the loss the model returns; a `compute_loss` of the Trainer's subclass plays no part. The closure computes
+    gradients where these are enabled. Those that `Trainer` has computed say which parameters the
     loss depends on and go unused otherwise, clipped or not.
     """
 

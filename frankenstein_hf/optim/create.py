@@ -104,7 +104,10 @@ def _check_stabilizers(
     stabilizers = [stabilizers] if isinstance(stabilizers, str) else stabilizers
     if not isinstance(stabilizers, Iterable | None):
         raise ValueError(f"stabilizers must be names, or a dict of names and their parameters, got {stabilizers!r}.")
-    asked = stabilizers if isinstance(stabilizers, Mapping) else {key: {} for key in stabilizers or ()}
+    names = [] if stabilizers is None else list(stabilizers)
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"stabilizers must be names, or a dict of names and their parameters, got {stabilizers!r}.")
+    asked = stabilizers if isinstance(stabilizers, Mapping) else {name: {} for name in names}
     checked = {}
     for name in spec.stabilizers:
         if name in asked:

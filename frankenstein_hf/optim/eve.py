@@ -225,7 +225,7 @@ class EvE(ClosureMethod):
             Member(p, group, self.state[p], self.state[p]["slots"][best].clone(), half_width(p, group))
             for group in self.param_groups
             for p in group["params"]
-            if self.state.get(p)
+            if self.state.get(p) and p.requires_grad
         ]
 
     def _point(self, members: list[Member], k: int) -> Point:

@@ -86,23 +86,24 @@ class EA4LLM(ClosureMethod):
             RuntimeError: No closure.
         """
         closure = self.required(closure)
-        params = [(p, group) for group in self.param_groups for p in group["params"]]
+        everything = [(p, group) for group in self.param_groups for p in group["params"]]
+        params = [(i, p, group) for i, (p, group) in enumerate(everything) if p.requires_grad]
         first, shared = self.param_groups[0], self.shared_state()
         t = shared["step"] = shared.get("step", 0) + 1
-        originals = [p.clone() for p, _ in params]
+        originals = [p.clone() for _, p, _ in params]
         try:
             losses = []
             for j in range(first["population"]):
-                for i, ((p, group), original) in enumerate(zip(params, originals)):
+                for (i, p, group), original in zip(params, originals):
                     p.copy_(original + group["sigma"] * noise(original, first, t, j, i))
-                losses.append(torch.as_tensor(closure(), device=params[0][0].device).detach())
+                losses.append(torch.as_tensor(closure(), device=everything[0][0].device).detach())
         finally:
-            for (p, _), original in zip(params, originals):
+            for (_, p, _), original in zip(params, originals):
                 p.copy_(original)
         rewards = -torch.stack(losses)
         rewards = averaged(rewards.to(torch.promote_types(rewards.dtype, torch.float32)))
         weights = shape(rewards, first["shaping"])
-        for i, ((p, group), original) in enumerate(zip(params, originals)):
+        for (i, p, group), original in zip(params, originals):
             direction = torch.zeros_like(original, dtype=torch.promote_types(original.dtype, torch.float32))
             for j in range(first["population"]):
                 direction += weights[j] * noise(original, first, t, j, i)

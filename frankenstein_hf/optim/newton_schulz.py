@@ -77,11 +77,13 @@ def newton_schulz(
     """
     tall = x.shape[-2] > x.shape[-1]
     y = x.mH if tall else x
+    if bf16 and x.dtype == torch.float32:
+        y = y.bfloat16()  # before anything else, as torch.optim.Muon
     y = y / torch.linalg.matrix_norm(y, keepdim=True).clamp_min(eps)
     if gram is None:
         gram = 2 * y.shape[-1] > 3 * y.shape[-2] and not bf16
-    if x.dtype == torch.float32 and (bf16 or x.device.type != "cpu"):
-        y = y.to(torch.float16 if gram and not bf16 else torch.bfloat16)
+    if y.dtype == torch.float32 and x.device.type != "cpu":
+        y = y.to(torch.float16 if gram else torch.bfloat16)
     r = None
     if almost_orthogonal:
         r = y @ y.mH

@@ -6,12 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from transformers.utils import logging
 
 from ..configuration.component import Params, param
 from .matrix_method import FALLBACK
 from .muon import Muon, MuonParams
 from .spec import OptimizerSpec, StabilizerSpec, floats, or_adamw
 from .stabilizer import ScoreLayer, Stabilizer
+
+logger = logging.get_logger(__name__)
+
+CACHE = 3  # place of `cache` among the arguments of the stack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +39,9 @@ class QKClip(Stabilizer):
     S_h is over visible pairs of real tokens, scaled and before any mask; the forward passes of a model in training mode
     record it, with the weights as they were before the step. Heads below τ keep their weights to the bit. Processes
     agree on the largest S_h. A maximum that is not finite, as of a step that loss scaling will skip, changes nothing.
-    Nothing outlives a step, so nothing is saved.
+    Nothing outlives a step, so nothing is saved. A method that evaluates several candidates in a step counts all of
+    them. Hooks do the work: a copy of the optimizer has none, and a model that was compiled and trained before does not
+    see them, which a warning says.
     """
 
     name = "qk_clip"
@@ -54,7 +61,8 @@ class QKClip(Stabilizer):
         optimizer.register_step_post_hook(self._clip)
 
     def _ask(self, base: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        if not base.training or kwargs.get("cache", kwargs.get("past_key_values")) is not None:
+        cache = args[CACHE] if len(args) > CACHE else kwargs.get("cache", kwargs.get("past_key_values"))
+        if not base.training or cache is not None:
             return None
         return args, {**kwargs, "output_max_logits": True}
 
@@ -68,6 +76,11 @@ class QKClip(Stabilizer):
 
     @torch.no_grad()
     def _clip(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._largest:
+            logger.warning_once(
+                "qk_clip saw no forward pass in training mode before this step, so it clips nothing. A model that was "
+                "compiled and called before must be compiled anew (torch.compiler.reset()) once its optimizer is there."
+            )
         nothing = torch.tensor(-torch.inf)
         maxima = [
             self._largest.get((id(layer.base), layer.index), nothing).to(layer.query.weight.device).expand(heads(layer))

@@ -25,10 +25,10 @@ class QuacK(Stabilizer):
     with Frobenius norms, ‖·‖₀ those at the start. That keeps the first-order change of a logit,
     (q Δkᵀ + Δq kᵀ)/√d, from growing with the weights.
 
-    Each such weight has a parameter group of its own, whose `lr` is η between steps, where schedulers act on it, and
-    the rate above during one. The groups also keep ‖·‖₀ as "initial_norm" and are saved with the optimizer. A weight
-    that is or was all zeros leaves the other's learning rate at τ η. Reading the norms waits for the device
-    once a step.
+    Each such weight has a parameter group of its own, whose `lr` is η between steps, where schedulers act on it,
+    and the rate above during one (also after an error in one, until the next). The groups also keep ‖·‖₀ as
+    "initial_norm" and are saved with the optimizer. A weight that is or was all zeros leaves the other's learning
+    rate at τ η. Reading the norms waits for the device once a step.
     """
 
     name = "quack"
@@ -52,7 +52,7 @@ class QuacK(Stabilizer):
         return result
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        self._rates: list[tuple[dict[str, Any], float]] = []
+        self._rates: list[tuple[dict[str, Any], float, float]] = []  # group, η, and what it is during the step
         optimizer.register_step_pre_hook(self._balance)
         optimizer.register_step_post_hook(self._restore)
 
@@ -67,12 +67,14 @@ class QuacK(Stabilizer):
             if new > 0 and group["initial_norm"] > 0
         }
         for group in sides.values():
-            self._rates.append((group, group["lr"]))
-            group["lr"] *= self.params.tau / (growth.get(group["partner"], 1.0))
+            during = group["lr"] * self.params.tau / growth.get(group["partner"], 1.0)
+            self._rates.append((group, group["lr"], during))
+            group["lr"] = during
 
     def _restore(self, *_: Any) -> None:
-        for group, lr in self._rates:
-            group["lr"] = lr
+        for group, lr, during in self._rates:
+            if group["lr"] == during:  # else, after an error, somebody has set it since
+                group["lr"] = lr
         self._rates = []
 
 

@@ -88,7 +88,8 @@ def score_layers(model: nn.Module, owner: str) -> Iterator[ScoreLayer]:
                 continue
             if not all(isinstance(x, nn.Linear) and x.weight.requires_grad for x in projections):
                 kinds = ", ".join(
-                    f"{name} ({type(x).__name__}, {'trained' if x.weight.requires_grad else 'frozen'} weight)"
+                    f"{name} ({type(x).__module__}.{type(x).__name__}, weight "
+                    f"{'trained' if x.weight.requires_grad else 'frozen'})"
                     for name, x in zip(("q_proj", "k_proj"), projections)
                 )
                 raise ValueError(

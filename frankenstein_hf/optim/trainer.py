@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers.utils import logging
 
+from ..configuration.component import did_you_mean
 from ..hub.trainer import after_import
 
 logger = logging.get_logger(__name__)
@@ -54,6 +55,7 @@ def _handler(context: Any) -> tuple[Any, dict[str, Any]]:
     "qk_clip.tau=100".
     """
     from .create import trainer_optimizer
+    from .grouping import ROLES
     from .spec import OPTIMIZERS, STABILIZERS
 
     args = context.args
@@ -73,6 +75,14 @@ def _handler(context: Any) -> tuple[Any, dict[str, Any]]:
     stabilizers: dict[str, dict[str, Any]] = {}
     for key, text in context.optim_args.items():
         owner, _, own = key.rpartition(".")
+        owners = (*ROLES, *STABILIZERS.names())
+        if owner and owner not in owners:
+            raise ValueError(f"optim_args: unknown {owner!r} in {key!r}" + did_you_mean(owner, owners))
+        if key == "stabilizers" or key in STABILIZERS:
+            raise ValueError(
+                f"optim_args: a stabilizer joins by one of its parameters, as in 'qk_clip.tau=100' or 'quack.tau=1', "
+                f"not by {key}={text!r}."
+            )
         value = _parse(text, types.get(own, tuple[float, float] if own == "betas" else float), key)
         among = stabilizers if owner in STABILIZERS else groups
         (among.setdefault(owner, {}) if owner else values)[own] = value

@@ -208,6 +208,16 @@ def test_generate_with_cache_equals_without(name):
     assert torch.equal(chunked, model.generate(x, do_sample=False, **common))
 
 
+@every_causal
+def test_a_static_cache_generates_the_same(name):
+    model, x = tiny_model([name, name]), tokens(2, 7)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
+    common = dict(attention_mask=mask, max_new_tokens=6, min_new_tokens=6, pad_token_id=0, do_sample=False)
+    for how in ({}, dict(num_beams=3), dict(prefill_chunk_size=3)):
+        expected = model.generate(x, **how, **common)
+        assert torch.equal(model.generate(x, cache_implementation="static", **how, **common), expected), how
+
+
 # 6 -------------------------------------------------------------------------------------------------------------------
 
 

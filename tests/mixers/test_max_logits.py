@@ -6,7 +6,6 @@ import torch
 
 from frankenstein_hf.configuration.registries import MIXERS
 from frankenstein_hf.modeling.attention_backends import dense_max_logits
-from frankenstein_hf.modeling.context import make_context
 
 from ..tiny import ALL_MIXERS, tiny_model, tokens
 
@@ -81,15 +80,11 @@ def test_largest_logits_are_those_of_the_visible_real_pairs(name, is_causal, kin
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_queries_and_keys_at_pads_do_not_count_however_large(is_causal):
-    mask = torch.ones(2, T, dtype=torch.long)
-    for row, pads in PADS:
-        mask[row, pads] = 0
-    context = make_context(
-        shape=(2, T), device=mask.device, attention_mask=mask, position_ids=None, seq_idx=None, cu_seq_lens_q=None,
-        look_for_documents=True, past_length=0, past_num_real=None, past_keep=None, is_causal=is_causal,
-        input_ids=None, backend="sdpa", rotary_function=lambda *_: None, output_max_logits=True,
-    )  # fmt: skip
-    swa, rows = tiny_model("swa").model.layers[0].mixer, context.rows[0]
+    model, contexts = tiny_model("swa", is_causal), []
+    swa = model.model.layers[0].mixer
+    swa.register_forward_pre_hook(lambda m, args: contexts.append(args[1]))
+    model.model(**batch("pads")[0], output_max_logits=True)
+    context, rows = contexts[0], contexts[0].rows[0]
     q, k = torch.randn(2, 2, T, 10), torch.randn(2, 1, T, 10)
     for function, real in (
         (lambda q, k: dense_max_logits(q, k, context, 1.0), context.keep),

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from frankenstein_hf.modeling.cache import MixerKVLayer
+from frankenstein_hf.modeling.cache import MixerKVLayer, MixerStaticKVLayer
 
 B = 3
 
@@ -95,3 +95,22 @@ def test_keys_and_values_live_beside_streams():
     layer.crop(-1)
     assert torch.equal(layer.values, 2 * whole("key", 3, 2)[:, :, :4])
     assert torch.equal(layer.streams["latent"], whole("latent", 3, 2)[:, :4])
+
+
+def test_a_static_layer_holds_what_a_growing_one_does_in_places_that_never_move():
+    layer, grown = MixerStaticKVLayer(max_cache_len=9), MixerKVLayer()
+    masks = [torch.tensor([[1, 1, 0], [1, 1, 1], [0, 1, 1]]).bool(), torch.tensor([[1, 1], [0, 1], [1, 1]]).bool()]
+    for mask in masks:
+        key = stream("key", mask.shape[1])
+        whole_key, _ = layer.append(key, 2 * key, mask, False)
+        expected, _ = grown.append(key, 2 * key, mask, False)
+        assert whole_key.shape[-2] == 9 and torch.equal(whole_key[:, :, : expected.shape[-2]], expected)
+    assert torch.equal(layer.keep[:, :5], grown.keep) and not layer.keep[:, 5:].any()
+    assert torch.equal(layer.num_real, grown.num_real) and layer.get_seq_length() == 5
+    for both in (layer, grown):
+        both.crop(-1)
+    assert torch.equal(layer.num_real, grown.num_real) and layer.get_seq_length() == 4
+    with pytest.raises(ValueError, match="9 places, 4 of them taken; 6 more tokens do not fit"):
+        layer.count(torch.ones(B, 6, dtype=torch.bool), True)
+    layer.reset()
+    assert layer.streams == {} and layer.get_seq_length() == 0 and layer.get_max_length() == 9

@@ -464,3 +464,30 @@ def test_dropout_before_the_classifier_is_the_configs(auto_name):
     assert [m.p for m in model.children() if isinstance(m, nn.Dropout)] == ([rate] if rate else [])
     assert torch.equal(model(**batch)[1], model(**batch)[1]) is (rate == 0)
     assert torch.equal(model.eval()(**batch)[1], model(**batch)[1])
+
+
+@every_classifier
+def test_a_step_with_labels_compiles_to_one_graph(auto_name):
+    model, batch = head_model(auto_name, "standard"), head_batch(auto_name, 2, 9)
+    batch.pop("attention_mask")
+    expected = model(**batch).loss
+    torch._dynamo.reset()
+    actual = torch.compile(model, backend="eager", fullgraph=True)(**batch).loss
+    assert torch.equal(actual, expected)
+
+
+def test_choices_take_positions_for_all_and_name_a_mask_without_their_axis():
+    model, batch = (
+        head_model("AutoModelForMultipleChoice", PATTERN).eval(),
+        head_batch("AutoModelForMultipleChoice", 2, 9),
+    )
+    expected = model(**batch).logits
+    for places in (torch.arange(9)[None], torch.arange(9).expand(2, CHOICES, 9)):
+        assert torch.equal(model(**batch, position_ids=places).logits, expected)
+    with pytest.raises(ValueError, match=r"attention_mask \[batch, choices, tokens\]; got \[2, 9\]"):
+        model(batch["input_ids"], attention_mask=batch["attention_mask"][:, 0])
+
+
+def test_an_unknown_problem_type_is_refused_by_the_config():
+    with pytest.raises(ValueError, match=r"problem_type 'multi_label'\. Allowed: multi_label_cl"):
+        tiny_config("standard", problem_type="multi_label")

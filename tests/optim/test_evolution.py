@@ -10,8 +10,9 @@ from torch import nn
 import frankenstein_hf as fhf
 from frankenstein_hf.optim._supply import SupplyClosure
 from frankenstein_hf.optim.base import seeded_generator
+from frankenstein_hf.optim.spec import OPTIMIZERS
 
-from .toy import TWO_GROUPS, batches, language_model, optimizer_of, trainer
+from .toy import TWO_GROUPS, batches, language_model, optimizer_of, train, trainer
 
 
 def derive(w, losses, lrs, decays, *, population, sigma, shaping, antithetic, nes, seed):
@@ -105,3 +106,15 @@ def test_the_closure_of_one_process_undoes_the_division_by_the_tokens_of_all():
     callback.on_train_end(args, None, None)
     with pytest.raises(ValueError, match="use bf16"):
         callback.on_train_begin(SimpleNamespace(gradient_accumulation_steps=1, fp16=True), None, None, model=model)
+
+
+@pytest.mark.parametrize("name", [spec.name for spec in OPTIMIZERS if spec.closure])
+def test_parameters_frozen_after_the_optimizer_was_built_stay(name):
+    model = language_model()
+    optimizer = optimizer_of(name, model)
+    train(name, model, optimizer, batches(2))
+    frozen = model.model.embed_tokens.weight.requires_grad_(False)
+    before = [p.detach().clone() for p in model.parameters()]
+    train(name, model, optimizer, batches(6, seed=2))
+    assert torch.equal(frozen, before[0])
+    assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), before))

@@ -90,6 +90,16 @@ def test_bf16_products_on_a_cpu_are_near_the_exact_ones_and_only_where_asked(nam
     assert 1e-3 * exact.norm() < (rounded - exact).norm() < 0.05 * exact.norm()
 
 
+@pytest.mark.parametrize("shape", [(32, 32), (24, 64)])
+def test_bf16_products_are_those_of_torchs_muon(shape):
+    torch.manual_seed(0)
+    w, x = torch.nn.Parameter(torch.zeros(shape)), torch.randn(shape)
+    w.grad = x
+    torch.optim.Muon([w], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
+    ours = newton_schulz(x[None], schedule("muon", 5), bf16=True)[0]
+    assert (ours + w).norm() < 5e-3 * ours.norm()  # rounding of bf16 alone is ten times that
+
+
 def test_bf16_products_do_not_blow_up_ill_conditioned_matrices():
     for least in (-2, -4):
         x = with_singular_values(torch.logspace(0, least, 64, dtype=torch.float64), 64, 256).float()[None]

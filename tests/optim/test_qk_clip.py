@@ -6,6 +6,7 @@ import gc
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache, Trainer, TrainingArguments
 
 import frankenstein_hf as fhf
 from frankenstein_hf.configuration.registries import MIXERS
@@ -279,7 +280,7 @@ def test_models_that_cannot_be_stabilized_are_refused(name):
         create(torch.nn.Linear(2, 2))
     model = tiny_model("standard")
     model.model.layers[0].mixer.k_proj.weight.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"layers\.0.*k_proj \(Linear, frozen"):
+    with pytest.raises(ValueError, match=r"layers\.0.*k_proj \(.*Linear, weight frozen"):
         create(model)
     frozen = tiny_model(["standard", "standard"])
     frozen.model.layers[0].requires_grad_(False)
@@ -319,3 +320,34 @@ def test_wrong_names_and_parameters_raise_at_once():
         fhf.create_optimizer(model, "muon_clip", stabilizers=["qk_clip"])
     assert fhf.list_stabilizers() == sorted(spec.name for spec in STABILIZERS)
     assert fhf.stabilizer_spec("quack").params().tau == 1.0
+
+
+def test_a_cache_given_by_position_is_left_alone():
+    model = model_of().train()
+    optimizer = still(model, tau=0.5)
+    model.model(tokens(1, 4), None, None, DynamicCache(config=model.config))
+    assert optimizer is not None
+
+
+def test_a_step_that_saw_no_forward_pass_warns(monkeypatch):
+    said = []
+    monkeypatch.setattr("frankenstein_hf.optim.qk_clip.logger.warning_once", said.append)
+    model = model_of().train()
+    optimizer = still(model, tau=0.5)
+    learn(model, optimizer, tokens(2, 9))
+    assert not said
+    optimizer.step()
+    assert len(said) == 1 and "no forward pass" in said[0]
+
+
+def test_optim_args_name_stabilizers_by_their_parameters(tmp_path):
+    for text, message in (
+        ("qkclip.tau=3", "unknown 'qkclip'.*did you mean 'qk_clip'"),
+        ("stabilizers=quack", "one of its parameters"),
+        ("qk_clip=1", "one of its parameters"),
+    ):
+        args = TrainingArguments(str(tmp_path), optim="frankenstein_lion", optim_args=text, report_to=[], use_cpu=True)
+        with pytest.raises(ValueError, match=message):
+            Trainer(language_model(), args).create_optimizer()
+    with pytest.raises(ValueError, match="stabilizers must be names"):
+        fhf.create_optimizer(language_model(), "lion", stabilizers=[("qk_clip", {"tau": 3})])

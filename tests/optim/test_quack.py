@@ -67,6 +67,21 @@ def test_between_steps_schedulers_see_the_base_rate_also_after_an_error():
     assert [group["lr"] for group in optimizer.param_groups] == [rate / 2 for rate in rates]
 
 
+def test_what_a_scheduler_sets_after_an_error_counts():
+    model = language_model()
+    optimizer = fhf.create_optimizer(model, "adamw", lr=0.1, stabilizers={"quack": {"tau": 0.5}})
+
+    def fail():
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(fail)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+    train("adamw", model, optimizer, batches(1))
+    assert {group["lr"] for group in optimizer.param_groups} == {0.01}
+
+
 def test_weights_of_zeros_leave_the_rate_alone():
     model = language_model()
     with torch.no_grad():
