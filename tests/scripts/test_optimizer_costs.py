@@ -56,7 +56,7 @@ def test_new_measurements_join_the_file(monkeypatch, tmp_path):
     path = tmp_path / "costs.json"
     benchmark_optimizers.main(["--optimizers", "lion", "ea4llm", "--rounds", "1", "--json", str(path)])
     costs = benchmark_optimizers.main(["--optimizers", "muon", "--rounds", "1", "--json", str(path)])
-    assert list(costs["optimizers"]) == ["ea4llm", "lion", "muon"] and len(costs["matrices"]) == 3
+    assert list(costs["optimizers"]) == ["ea4llm", "lion", "muon"] and len(costs["matrices"]) == 4
     assert json.loads(path.read_text()) == costs
     assert costs["optimizers"]["lion"]["state_bytes"] == 4 * costs["parameters"]
     with pytest.raises(ValueError, match="did you mean 'lion'"):
