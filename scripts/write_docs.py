@@ -37,6 +37,11 @@ def decode_state(spec: MixerSpec) -> str:
     return ("grows" if spec.grows else "constant") + f" ({', '.join(sorted(spec.cache))})"
 
 
+def type_name(field: dataclasses.Field) -> str:
+    """A field's type as it is written, fit for a cell of a table."""
+    return getattr(field.type, "__name__", str(field.type)).replace("|", "or")
+
+
 def mixer_table() -> str:
     """One row a mixer."""
     rows = ["| name | what it is | modes | decode state | reference |", "|---|---|---|---|---|"]
@@ -63,7 +68,7 @@ def mixer_catalogue() -> str:
         if fields:
             rows = ["| parameter | default | allowed | meaning |", "|---|---|---|---|"]
             rows += [
-                f"| `{f.name}` | {f.default!r} | {describe_range(f) or str(f.type)} | {f.metadata['doc']} |"
+                f"| `{f.name}` | {f.default!r} | {describe_range(f) or type_name(f)} | {f.metadata['doc']} |"
                 for f in fields
             ]
             parts.append("\n".join(rows))
@@ -175,11 +180,6 @@ def optimizer_catalogue() -> str:
         ]
         parts.append("\n".join(rows))
     return "\n\n".join(parts) + "\n"
-
-
-def type_name(field: dataclasses.Field) -> str:
-    """E.g. "bool"."""
-    return field.type.__name__ if isinstance(field.type, type) else str(field.type)
 
 
 def documents() -> dict[Path, str]:

@@ -69,7 +69,8 @@ def _handler(context: Any) -> tuple[Any, dict[str, Any]]:
     default = OPTIMIZERS.get(name).params().lr
     if args.learning_rate == type(args).learning_rate and default >= 20 * args.learning_rate:
         logger.warning_once(
-            f"learning_rate={args.learning_rate} is TrainingArguments' default; {name}'s own is {default}."
+            f"{name} trains with learning_rate={args.learning_rate}, the default of {type(args).__name__}. Its own "
+            f"default is {default}: set learning_rate to choose."
         )
     groups: dict[str, dict[str, Any]] = {}
     stabilizers: dict[str, dict[str, Any]] = {}

@@ -1,6 +1,7 @@
 """What the training programs can be told, on the command line or in a YAML or JSON file."""
 
 import dataclasses
+import difflib
 import json
 import sys
 import typing
@@ -14,6 +15,7 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from ..configuration.component import did_you_mean
+from ..configuration.configuration_frankenstein import FrankensteinConfig
 
 FILE_TYPES = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -202,8 +204,14 @@ def parse_arguments(classes: tuple[type, ...], argv: Sequence[str] | None = None
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = HfArgumentParser(classes)  # type: ignore[arg-type]
-    if len(argv) != 1 or not argv[0].endswith((".yaml", ".yml", ".json")):
-        return parser.parse_args_into_dataclasses(args=argv)
+    types = {name: kind for cls in classes for name, kind in _field_types(cls).items()}
+    if not argv or not argv[0].endswith((".yaml", ".yml", ".json")):
+        *parsed, unknown = parser.parse_args_into_dataclasses(args=argv, return_remaining_strings=True)
+        if unknown:
+            raise BadInput(_unknown_flag(unknown[0], types))
+        return tuple(parsed)
+    if len(argv) > 1:
+        raise BadInput(f"A file of settings must be the only argument: write {argv[1]} into {argv[0]}.")
     path = Path(argv[0])
     if not path.is_file():
         raise BadInput(f"{path}: there is no such file.")
@@ -214,7 +222,6 @@ def parse_arguments(classes: tuple[type, ...], argv: Sequence[str] | None = None
         raise BadInput(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from error
     if not isinstance(values, dict):
         raise BadInput(f"{path} must contain keys and values, such as 'output_dir: outputs/run'.")
-    types = {name: kind for cls in classes for name, kind in _field_types(cls).items()}
     for key, value in values.items():
         if key not in types:
             raise BadInput(f"{path}: unknown key {key!r}" + did_you_mean(key, types))
@@ -224,6 +231,15 @@ def parse_arguments(classes: tuple[type, ...], argv: Sequence[str] | None = None
             except ValueError:
                 raise BadInput(f"{path}: {key} must be a number, got {value!r}.") from None
     return parser.parse_dict(values)
+
+
+def _unknown_flag(argument: str, types: dict[str, Any]) -> str:
+    """What is wrong with an argument that is no flag."""
+    name = argument.lstrip("-").partition("=")[0]
+    if "config_overrides" in types and name in (field.name for field in dataclasses.fields(FrankensteinConfig)):
+        return f"{argument} is a key of a new model's config: --config_overrides {name}=…,other_key=…"
+    close = difflib.get_close_matches(name, types, n=1)
+    return f"Unknown argument {argument}" + (f"; did you mean --{close[0]}?" if close else "; --help lists all.")
 
 
 def _field_types(cls: type) -> dict[str, set[Any]]:

@@ -149,7 +149,8 @@ class ClassificationRun(Run):
     def _text_columns(self, train: Any) -> list[str]:
         data, pair = self.data_args, self.data_args.text_pair_column
         never = (*self.classes.columns, *([pair] if pair else ()))
-        columns = [text_column(train, data.text_column, never=never)]
+        hint = " A second one joins it with --text_pair_column."
+        columns = [text_column(train, data.text_column, never=never, hint=hint)]
         if pair is not None:
             if pair not in strings(train):
                 raise BadInput(

@@ -3,7 +3,9 @@
 import abc
 import contextlib
 import dataclasses
+import json
 import logging
+import math
 import platform
 import shutil
 import sys
@@ -14,7 +16,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, Trainer, set_seed
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, Trainer, TrainerState, set_seed
 
 from ..configuration.configuration_frankenstein import FRANKENSTEIN_VERSION, FrankensteinConfig
 from ..data.atomic import write_json
@@ -22,7 +24,14 @@ from ..data.tokenization import Objective, train_tokenizer
 from ..hub.cards import render
 from .arguments import BadInput, ModelArguments, ProgramArguments, SourceArguments
 from .callbacks import StopOnInterrupt, use_progress
-from .checkpoints import check_optimizer, checkpoint_to_resume, checkpoints, remove_incomplete, save_atomically
+from .checkpoints import (
+    STATE,
+    check_optimizer,
+    checkpoint_to_resume,
+    checkpoints,
+    remove_incomplete,
+    save_atomically,
+)
 from .results import LOSS_PICTURE, Results, draw_loss, loss_curve
 from .sources import Source, load_source
 
@@ -262,9 +271,12 @@ class Run(abc.ABC):
             self.metrics["before"] = self.evaluate(trainer)
             self.say(f"Before: {self.result_line(self.metrics['before'])}")
         if args.do_train:
-            if self.checkpoint is not None:
-                self.say(f"Resuming from {self.checkpoint}")
-            self._train(trainer)
+            if self._is_finished(trainer):
+                self._take_up(trainer)
+            else:
+                if self.checkpoint is not None:
+                    self.say(f"Resuming from {self.checkpoint}")
+                self._train(trainer)
             save_atomically(trainer, output)
         if args.do_eval:
             if args.do_train:
@@ -313,6 +325,29 @@ class Run(abc.ABC):
         model = trainer.accelerator.unwrap_model(trainer.model)
         if hasattr(model, "create_or_update_model_card") and hasattr(model.config, "mixer_names"):
             render(model, output, self.args.hub_model_id, results=results)
+
+    def _is_finished(self, trainer: Trainer) -> bool:
+        """Whether the checkpoint has all steps that were asked for; `Trainer` would take one more."""
+        if self.checkpoint is None:
+            return False
+        steps = self.args.max_steps
+        if steps <= 0:
+            batches = len(trainer.get_train_dataloader())
+            steps = math.ceil(self.args.num_train_epochs * max(1, -(-batches // self.args.gradient_accumulation_steps)))
+        return TrainerState.load_from_json(str(self.checkpoint / STATE)).global_step >= steps
+
+    def _take_up(self, trainer: Trainer) -> None:
+        """The checkpoint's weights and history, and what was noted about the training."""
+        assert self.checkpoint is not None
+        trainer._load_from_checkpoint(str(self.checkpoint))
+        trainer.state = TrainerState.load_from_json(str(self.checkpoint / STATE))
+        noted = Path(self.args.output_dir or "") / METRICS
+        before = json.loads(noted.read_text(encoding="utf-8")) if noted.is_file() else {}
+        self.metrics["train"] = before.get("train", {"steps": trainer.state.global_step})
+        self.say(
+            f"{self.checkpoint} has all {trainer.state.global_step} steps already: nothing to train. Ask for more with "
+            "--max_steps or --num_train_epochs, or start over with --overwrite_output_dir."
+        )
 
     def _train(self, trainer: Trainer) -> None:
         output = Path(self.args.output_dir or "")

@@ -89,7 +89,9 @@ def is_text(kind: Any) -> bool:
     return getattr(kind, "dtype", None) in ("string", "large_string")
 
 
-def text_column(dataset: Any, asked: str | None, flag: str = "text_column", never: tuple[str, ...] = ()) -> str:
+def text_column(
+    dataset: Any, asked: str | None, flag: str = "text_column", never: tuple[str, ...] = (), hint: str = ""
+) -> str:
     """The column of text the user asked for, or 'text', or the only one.
 
     Args:
@@ -97,6 +99,7 @@ def text_column(dataset: Any, asked: str | None, flag: str = "text_column", neve
         asked: The user's choice, if any.
         flag: The flag for it.
         never: Columns that are used for something else.
+        hint: Added to the error when there are several.
     """
     found = [name for name in strings(dataset) if name not in never]
     if asked is not None:
@@ -106,5 +109,5 @@ def text_column(dataset: Any, asked: str | None, flag: str = "text_column", neve
     if "text" in found:
         return "text"
     if len(found) != 1:
-        raise BadInput(f"Choose the column of text with --{flag}: {', '.join(found) or 'there is none'}.")
+        raise BadInput(f"Choose the column of text with --{flag}: {', '.join(found) or 'there is none'}.{hint}")
     return found[0]

@@ -71,6 +71,38 @@ def test_an_interrupted_run_keeps_a_checkpoint_and_goes_on_as_if_nothing_had_hap
     assert _equal(_weights(parts), _weights(tmp_path / "whole"))
 
 
+@pytest.mark.parametrize("ask", [{"max_steps": 4}, {"max_steps": -1, "num_train_epochs": 0.3}])
+def test_a_finished_run_started_again_changes_nothing(ask, flags, tmp_path, capsys):
+    """Also where it ends amid an epoch: Trainer itself would take one step more."""
+    run_clm = __import__("run_clm")
+    asked = flags(lr_scheduler_type="constant", **ask)
+    first = run_clm.main(asked)
+    weights, names = _weights(tmp_path / "out"), sorted(path.name for path in (tmp_path / "out").iterdir())
+    again = run_clm.main(asked)
+    assert "nothing to train" in capsys.readouterr().out
+    assert _equal(_weights(tmp_path / "out"), weights)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    assert {key: again[key] for key in ("train", "before", "after")} == {
+        key: first[key] for key in ("train", "before", "after")
+    }
+    more = run_clm.main(flags(lr_scheduler_type="constant", max_steps=first["train"]["steps"] + 2))
+    assert more["train"]["steps"] == first["train"]["steps"] + 2
+
+
+def test_unknown_flags_are_named_with_what_was_meant(flags, tmp_path):
+    run_clm = __import__("run_clm")
+    for extra, message in (
+        (["--max_stepz", "3"], r"--max_stepz; did you mean --max_steps"),
+        (["--hidden_size", "64"], "--config_overrides hidden_size=…"),
+        (["stray"], "Unknown argument stray"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            run_clm.main([*flags(), *extra])
+    with pytest.raises(BadInput, match=r"must be the only argument: write --max_steps into run\.yaml"):
+        run_clm.main(["run.yaml", "--max_steps", "6"])
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_checkpoint_cut_short_is_not_resumed_from(flags, tmp_path, capsys):
     import run_clm
 
