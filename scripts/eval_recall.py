@@ -10,7 +10,8 @@ cross-entropy over the n candidates; for each mixer and n, the best learning rat
 seed, and the mean accuracy over all seeds is reported, on sequences never seen. A pair is one token, its neighbours
 have nothing to do with it and all of its value is asked for, so what a mixer lets be is switched off: short
 convolutions, gates on its output, and the storing of a value under the key before it. With keys of 16 channels a
-state of fixed size cannot hold 64 pairs exactly; softmax attention can.
+state of fixed size cannot hold 64 pairs exactly; softmax attention can. Windows (swa, titan) of 256 tokens hold all
+of such a sequence and are softmax attention here.
 """
 
 import dataclasses
@@ -53,6 +54,7 @@ class Arguments:
     questions: int = field(default=4096, metadata={"help": "questions a step: sequences times pairs"})
     json: str | None = field(default=None, metadata={"help": "where to keep results; those it has are not run again"})
     markdown: str | None = field(default=None, metadata={"help": "where to write the table as a page"})
+    only_render: bool = field(default=False, metadata={"help": "train nothing: write what --json has"})
     plot: str | None = field(default=None, metadata={"help": "where to draw accuracy against pairs (needs 'plots')"})
 
     def __post_init__(self) -> None:
@@ -142,7 +144,8 @@ def draw(results: Results, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 5))
     axes.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
     for name, row in results.items():
-        axes.plot([int(n) for n in row], [cell["accuracy"] for cell in row.values()], marker="o", label=name)
+        points = sorted((int(n), cell["accuracy"]) for n, cell in row.items())
+        axes.plot([n for n, _ in points], [accuracy for _, accuracy in points], marker="o", label=name)
     axes.set(xscale="log", xlabel="stored pairs", ylabel="accuracy", ylim=(0, 1.02))
     axes.minorticks_off()
     counts = sorted({int(n) for row in results.values() for n in row})
@@ -160,7 +163,10 @@ def page(results: Results, arguments: Arguments) -> str:
     ]
     for name in arguments.mixers:
         cells = []
-        for cell in (results[name][str(n)] for n in arguments.pairs):
+        for cell in (results[name].get(str(n)) for n in arguments.pairs):
+            if cell is None:
+                cells.append("not run")
+                continue
             runs = " ".join(f"{run:.1%}" for run in cell["runs"])
             cells.append(f"{cell['accuracy']:.1%} ({runs}; lr {cell['learning_rate']:g})")
         lines.append(f"| {name} | {' | '.join(cells)} |")
@@ -191,12 +197,12 @@ def main(argv: list[str] | None = None) -> Results:
     results = load(Path(arguments.json), settings) if arguments.json else {}
     for name, n in ((name, n) for n in arguments.pairs for name in arguments.mixers):
         row = results.setdefault(name, {})
-        if str(n) not in row:
+        if str(n) not in row and not arguments.only_render:
             row[str(n)] = evaluate(name, n, arguments)
             print(f"{name}, {n} pairs: {row[str(n)]}", flush=True)
             if arguments.json:
                 replace_file(Path(arguments.json), json.dumps({"settings": settings, "results": results}, indent=1))
-    results = {name: results[name] for name in arguments.mixers}
+    results = {name: results[name] for name in arguments.mixers}  # in the order asked for
     text = page(results, arguments)
     print(f"\n{text}")
     if arguments.markdown:

@@ -19,8 +19,9 @@ import torch
 import transformers
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
-from huggingface_hub.utils import yaml_dump
+from huggingface_hub.utils import validate_repo_id, yaml_dump
 
 from ..configuration.configuration_frankenstein import FRANKENSTEIN_VERSION
 from ..configuration.registries import MIXERS
@@ -77,7 +78,8 @@ def render(
 ) -> None:
     """Write README.md for `model`; see `modeling.hub_bundle.render_card`.
 
-    `results` of a training program become a section and the `model-index`; both stay when the card is written again.
+    `results` of a training program become a section and the `model-index`, and the checkpoint it started from the
+    `base_model`, if it is one of the Hub; all stay when the card is written again.
     """
     path = Path(directory) / "README.md"
     current, earlier = parse_card(read_card(directory) or ""), parse_card(before or "")
@@ -87,9 +89,14 @@ def render(
     if not is_generated(current):
         return
     known = [earlier.metadata, current.metadata]
-    shown = results.text() if results else results_section(current.body) or results_section(earlier.body)
+    start = model.config._name_or_path
+    shown = results.text(start) if results else results_section(current.body) or results_section(earlier.body)
     if results:
         known.append({"model-index": results.model_index(_name(Path(directory), repo_id))})
+        if start:
+            known.append({"base_model": start})
+        else:  # of an earlier run
+            known = [{key: value for key, value in old.items() if key != "base_model"} for old in known]
     elif results_section(earlier.body):  # rather than what Trainer makes of it
         known.append({"model-index": earlier.metadata.get("model-index")})
     metadata = _metadata(model, *known)
@@ -133,8 +140,27 @@ def training_section(body: str) -> str:
         results = results.replace(
             "is a fine-tuned version of [](https://huggingface.co/) on", "was trained from scratch on"
         )
+        results = re.sub(
+            r"(?<=is a fine-tuned version of )\[(.+?)\]\(https://huggingface.co/\1\)",
+            lambda found: checkpoint_link(found[1]),
+            results,
+        )
         return f"{results.strip()}\n\n{procedure.strip()}"
     return body.partition(OUR_TRAINING)[2].strip() if OUR_MARK.search(body) else ""
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a checkpoint is called by a name on the Hub, rather than by a folder."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return not Path(name).exists()
+
+
+def checkpoint_link(name: str) -> str:
+    """Markdown for a checkpoint: a link to the Hub, or a folder's name without those around it."""
+    return f"[{name}](https://huggingface.co/{name})" if is_hub_name(name) else f"`{Path(name).resolve().name}`"
 
 
 def results_section(body: str) -> str:
@@ -179,7 +205,12 @@ def _metadata(model: Any, *known: dict[str, Any]) -> dict[str, Any]:
         "pipeline_tag": TASKS[_auto_class(model)][0],
         "tags": list(dict.fromkeys(tags)),
     }
-    others = {key: value for metadata in known for key, value in metadata.items() if value is not None}
+    others = {
+        key: value
+        for metadata in known
+        for key, value in metadata.items()
+        if value is not None and not (key == "base_model" and isinstance(value, str) and not is_hub_name(value))
+    }
     return {**ours, **{key: value for key, value in others.items() if key not in ours}}
 
 

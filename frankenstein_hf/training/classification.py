@@ -20,7 +20,7 @@ from ..data import examples
 from ..data.tokenization import words_begin_with_a_space
 from . import metrics
 from .arguments import BadInput, ModelArguments, ProgramArguments, SourceArguments, check_choice
-from .labels import PROBLEM_TYPES, Labels, sequence_labels, token_labels, words_column
+from .labels import LABEL_COLUMNS, PROBLEM_TYPES, TAG_COLUMNS, Labels, sequence_labels, token_labels, words_column
 from .programs import Run
 from .sources import strings, text_column
 
@@ -46,7 +46,10 @@ class LabelledDataArguments(SourceArguments):
     text_pair_column: str | None = field(default=None, metadata={"help": "Column with a second text."})
     label_column: str | None = field(
         default=None,
-        metadata={"help": "Column with the labels, by default 'label' or 'labels'; or several of 0 and 1: one,two."},
+        metadata={
+            "help": f"Column with the labels, or several of 0 and 1: one,two. By default the first there is of "
+            f"{', '.join(LABEL_COLUMNS)} for sequences, of {', '.join(TAG_COLUMNS)} for tokens."
+        },
     )
 
     def check(self) -> None:

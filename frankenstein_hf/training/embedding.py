@@ -4,6 +4,7 @@ Importing this module needs sentence-transformers, the extra "embeddings".
 """
 
 import contextlib
+import re
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +13,14 @@ from typing import Any
 import transformers
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.sentence_transformer import losses
+from sentence_transformers.sentence_transformer.model_card import SentenceTransformerModelCardData
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from transformers import AutoModel, PreTrainedTokenizerBase, Trainer
 from transformers.utils import cached_file
 
 from ..data import examples
 from ..data.atomic import write_text
-from ..hub.cards import is_generated, parse_card
+from ..hub.cards import is_generated, is_hub_name, parse_card
 from ..modeling.hub_bundle import read_card
 from .arguments import (
     FILE_TYPES,
@@ -39,6 +41,7 @@ from .sources import strings
 MODES = ("train", "similarity", "search", "clustering", "encode")
 LOSSES = ("multiple_negatives", "triplet", "cosine")
 POOLINGS = ("mean", "cls", "last")
+NUM_CLUSTERS = 8  # unless told, or there are fewer texts
 
 
 @dataclass
@@ -76,7 +79,10 @@ class EmbeddingArguments(SourceArguments):
     text_column: str | None = field(default=None, metadata={"help": "Column with the texts of these files."})
     corpus_file: str | None = field(default=None, metadata={"help": "Texts to search in."})
     top_k: int = field(default=5, metadata={"help": "How many texts a search finds."})
-    num_clusters: int = field(default=8, metadata={"help": "How many clusters to make."})
+    num_clusters: int | None = field(
+        default=None,
+        metadata={"help": f"How many clusters to make; by default {NUM_CLUSTERS}, or fewer if there are fewer texts."},
+    )
 
     def check(self) -> None:
         """Raise `BadInput` for what cannot be."""
@@ -87,8 +93,8 @@ class EmbeddingArguments(SourceArguments):
         if self.pooling is not None:
             check_choice("pooling", self.pooling, POOLINGS)
         for name in ("top_k", "num_clusters"):
-            if getattr(self, name) < 1:
-                raise BadInput(f"--{name} {getattr(self, name)} must be at least 1.")
+            if (number := getattr(self, name)) is not None and number < 1:
+                raise BadInput(f"--{name} {number} must be at least 1.")
         needed = {"train": (), "search": ("input_file", "corpus_file")}.get(self.mode, ("input_file",))
         if self.columns is not None and self.mode not in ("train", "similarity"):
             raise BadInput(f"--columns is not used by --mode {self.mode}; choose one with --text_column.")
@@ -110,6 +116,21 @@ class EmbeddingProgramArguments(ProgramArguments, SentenceTransformerTrainingArg
         default="no_duplicates",
         metadata={"help": "batch_sampler, no_duplicates (other rows of a batch are wrong answers) or group_by_label."},
     )
+
+
+class EmbeddingCardData(SentenceTransformerModelCardData):
+    """sentence-transformers' card of a model whose code may lie beside it."""
+
+    def generate_usage_snippet(self) -> str:
+        """The snippet, which runs that code."""
+        snippet = super().generate_usage_snippet()
+        body: Any = self.model[0].auto_model  # type: ignore[index]
+        if getattr(body, "save_code", hasattr(body.config, "auto_map")):
+            snippet = re.sub(r'(?<= = SentenceTransformer\()("[^"]+")(?=\))', r"\1, trust_remote_code=True", snippet)
+        return snippet
+
+    def try_to_set_base_model(self) -> None:
+        """Nothing: it would look for the last two folders of a path on the Hub; `EmbeddingRun` knows better."""
 
 
 class EmbeddingRun(Run):
@@ -163,7 +184,7 @@ class EmbeddingRun(Run):
         length = self.data_args.block_size
         if self._is_sentence_transformer():
             name = self.model_args.model_name_or_path
-            model = load(self.model_args)
+            model = load(self.model_args, model_card_data=EmbeddingCardData())
             model.max_seq_length = min(length, model.max_seq_length or length)
             body: Any = model[0]
             self.describe_model(model, body.auto_model.config)
@@ -183,11 +204,12 @@ class EmbeddingRun(Run):
             )
         body.auto_model.config._name_or_path = self.model_args.model_name_or_path or ""
         mode = {"last": "lasttoken"}.get(pooling, pooling)
-        return SentenceTransformer(modules=[body, Pooling(base.config.hidden_size, mode)])
+        modules = [body, Pooling(base.config.hidden_size, mode)]
+        return SentenceTransformer(modules=modules, model_card_data=EmbeddingCardData())
 
     def trainer(self, model: Any, train: Any, held_out: Any) -> SentenceTransformerTrainer:
         """sentence-transformers' trainer with the loss and the evaluators that fit the data."""
-        model.model_card_data.generate_widget_examples = False
+        self._describe_for_card(model)
         loss: Any = {
             "multiple_negatives": lambda: losses.MultipleNegativesRankingLoss(model),
             "triplet": lambda: losses.TripletLoss(model, losses.TripletDistanceMetric.COSINE, triplet_margin=0.5),
@@ -206,6 +228,18 @@ class EmbeddingRun(Run):
             model._create_model_card = lambda *args, **kwargs: None
             trainer._checkpoint_push_skip_names = lambda folder: skipped(folder) | {CARD}  # type: ignore[method-assign, assignment]
         return trainer
+
+    def _describe_for_card(self, model: Any) -> None:
+        """Tell sentence-transformers' card what it cannot know; its `Trainer` completes it."""
+        assert self.source is not None
+        card, name = model.model_card_data, self.model_args.model_name_or_path
+        card.generate_widget_examples = False
+        if mixers := getattr(model[0].auto_model.config, "mixer_names", None):
+            card.add_tags(["frankenstein", *dict.fromkeys(mixers)])
+        if name and is_hub_name(name) and not card.set_base_model(name, self.model_args.model_revision):
+            card.base_model = name  # the Hub could not be asked
+        if not self.data_args.dataset_name:  # datasets of the Hub are recognised
+            card.train_datasets, card.eval_datasets = [{"name": self.source.name}], [{"name": self.source.name}]
 
     # ------------------------------------------------------------------ data
 
@@ -263,14 +297,16 @@ class EmbeddingRun(Run):
         return not is_generated(card) and "sentence-transformers" not in (card.metadata.get("tags") or ())
 
     def add_to_card(self, trainer: Trainer, output: Path, results: Results) -> None:
-        """Add the results to sentence-transformers' card, also when it writes it again for a push."""
+        """Put the results into sentence-transformers' card, also when it writes it again for a push."""
         model: Any = trainer.model
         if self._card_by_hand():
             return
         self._card = tempfile.TemporaryDirectory()  # lives as long as the run
         template = Path(model.model_card_data.template_path).read_text(encoding="utf-8")
-        section = f"\n\n## Results\n\n{{% raw %}}{results.text()}{{% endraw %}}\n"
-        model.model_card_data.template_path = write_text(Path(self._card.name) / "template.md", template + section)
+        section = f"## Results\n\n{{% raw %}}{results.text(self.model_args.model_name_or_path)}{{% endraw %}}\n\n"
+        above, details, below = template.partition("## Model Details\n")
+        whole = "".join((above if details else f"{above}\n\n", section, details, below))
+        model.model_card_data.template_path = write_text(Path(self._card.name) / "template.md", whole)
         model._create_model_card(self._card.name)
         write_text(output / CARD, (Path(self._card.name) / CARD).read_text(encoding="utf-8"))
 
@@ -283,12 +319,13 @@ def is_sentence_transformer(name: str, revision: str = "main") -> bool:
     return readable(name, lambda: cached_file(name, "modules.json", revision=revision, **quietly)) is not None
 
 
-def load(model_args: ModelArguments) -> SentenceTransformer:
-    """The embedding model `--model_name_or_path`; one without a pooling gets the mean."""
+def load(model_args: ModelArguments, **options: Any) -> SentenceTransformer:
+    """The embedding model `--model_name_or_path`, with `options`; one without a pooling gets the mean."""
     name = model_args.attn_implementation
     return SentenceTransformer(
         model_args.model_name_or_path,
         revision=model_args.model_revision,
         trust_remote_code=model_args.trust_remote_code,
         model_kwargs={} if name is None else {"attn_implementation": name},
+        **options,
     )

@@ -10,7 +10,7 @@ from sentence_transformers.util import cos_sim, semantic_search
 
 from ..data.atomic import write_bytes, write_json
 from .arguments import FILE_TYPES, BadInput, ModelArguments
-from .embedding import EmbeddingArguments, EmbeddingProgramArguments, is_sentence_transformer, load
+from .embedding import NUM_CLUSTERS, EmbeddingArguments, EmbeddingProgramArguments, is_sentence_transformer, load
 from .programs import readable
 from .sources import strings, text_column
 
@@ -37,10 +37,10 @@ def use(
         raise BadInput(f"--model_name_or_path {name} is no embedding model; train one with --mode train.")
     inputs = _texts(data_args, data_args.input_file, pairs=data_args.mode == "similarity")
     corpus = _texts(data_args, data_args.corpus_file)[0] if data_args.mode == "search" else []
-    if data_args.mode == "clustering" and data_args.num_clusters > len(set(inputs[0])):
-        raise BadInput(
-            f"--num_clusters {data_args.num_clusters} is more than the {len(set(inputs[0]))} different texts."
-        )
+    different = len(set(inputs[0]))
+    num_clusters = data_args.num_clusters or min(NUM_CLUSTERS, different)
+    if data_args.mode == "clustering" and num_clusters > different:
+        raise BadInput(f"--num_clusters {num_clusters} is more than the {different} different texts.")
     transformers.logging.set_verbosity(training_args.get_process_log_level())
     transformers.logging.disable_progress_bar()
     model = readable(name, lambda: load(model_args))
@@ -70,7 +70,7 @@ def use(
         ]
         file = "search.json"
     else:
-        result, file = _clusters(vectors, texts, data_args.num_clusters, training_args.seed), "clusters.json"
+        result, file = _clusters(vectors, texts, num_clusters, training_args.seed), "clusters.json"
     path = _write(output / file, result)
     print(f"{len(texts):,} texts: {path}", flush=True)
     return {"file": str(path), "result": result}

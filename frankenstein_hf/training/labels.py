@@ -102,7 +102,7 @@ def token_labels(source: Source, asked: str | None, words: str, known: Iterable[
 
     Args:
         source: The data.
-        asked: A column of lists; by default 'labels', 'tags' or 'ner_tags'.
+        asked: A column of lists; by default the first there is of `TAG_COLUMNS`.
         words: The column with the words.
         known: As in `sequence_labels`.
 

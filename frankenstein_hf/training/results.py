@@ -10,6 +10,7 @@ from huggingface_hub import EvalResult
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from ..data.atomic import write_bytes
+from ..hub.cards import checkpoint_link
 
 LOSS_PICTURE = "loss.png"
 Curve = dict[str, list[list[float]]]
@@ -37,10 +38,22 @@ class Results:
     dataset: str | None
     picture: str | None
 
-    def text(self) -> str:
-        """Markdown: a table of the metrics before and after training, and the picture."""
-        parts = [f"On held-out data of: {self.data}."]
+    def text(self, start: str | None = None) -> str:
+        """Markdown: what it was trained on, a table of the metrics before and after, and the picture.
+
+        Args:
+            start: The checkpoint that training started from, a name of the Hub or a folder; None or "" for none.
+        """
         before, after, baseline = (self.metrics.get(key, {}) for key in ("before", "after", self.baseline))
+        origin = self.metrics.get("data", {}).get("origin", "")
+        said = [
+            f"Trained on: {origin if origin.startswith(self.data) else self.data}."
+        ]  # without folders of this machine
+        if start:
+            said.insert(0, f"Training started from the checkpoint {checkpoint_link(start)}.")
+        if after:
+            said.append("Evaluated on the part of it that was held out:")
+        parts = [" ".join(said)]
         if after:
             rows = [f"| | before | after | {self.baseline_words} |", "|---|---:|---:|---:|"]
             for name, value in after.items():

@@ -16,9 +16,10 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers import Trainer, TrainingArguments
 from transformers.pipelines import SUPPORTED_TASKS
 
-from frankenstein_hf.hub.cards import TASKS, decode_state
+from frankenstein_hf.hub.cards import TASKS, decode_state, render
 from frankenstein_hf.hub.trainer import after_import
 from frankenstein_hf.modeling.hub_bundle import HEADS
+from frankenstein_hf.training.results import Results
 from tests.tiny import tiny_config, tiny_model, tokens
 
 BY_HAND = "---\nlicense: mit\n---\n# My model\r\n\r\nI wrote this myself.\n"
@@ -211,6 +212,24 @@ def test_trainer_push_to_hub_carries_code_card_and_results(hub, tmp_path):
     hub.card = card
     trainer.model.push_to_hub("me/monster")  # another route: the results stay
     assert hub.last_card == card
+
+
+def test_a_checkpoint_of_the_hub_is_the_base_model_and_a_folder_is_not(hub, tmp_path):
+    model = tiny_model("gla")
+    model.save_pretrained(tmp_path)
+    metrics = {"data": {"origin": "lakes"}, "after": {"loss": 1.0}}
+    found = Results(metrics, "unigram", "guessing", "text-generation", "lakes", None, None)
+    for start, expected in (("me/monster", "me/monster"), ("", None), (str(tmp_path), None)):
+        model.config._name_or_path = start
+        render(model, tmp_path, results=found)
+        model.save_pretrained(tmp_path)  # again, without results
+        card = ModelCard.load(tmp_path / "README.md")
+        assert card.data.base_model == expected and "Trained on: lakes." in card.text
+        assert ("started from the checkpoint" in card.text) is bool(start) and str(tmp_path) not in card.content
+    trainer = make_trainer(tmp_path, push_to_hub=True, hub_model_id="me/monster")
+    trainer.push_to_hub(finetuned_from=str(tmp_path))
+    assert f"is a fine-tuned version of `{tmp_path.name}` on" in hub.last_card and str(tmp_path) not in hub.last_card
+    assert ModelCard(hub.last_card).data.base_model is None
 
 
 def test_create_model_card_is_trainers_own_for_other_models(tmp_path):

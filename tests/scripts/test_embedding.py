@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("sentence_transformers")
 
+from huggingface_hub import ModelCard
 from sentence_transformers import SentenceTransformer
 
 from frankenstein_hf.data import corpus
@@ -118,7 +119,12 @@ def test_triplets_are_learned_and_the_model_loads_as_anybody_would_load_it(train
     assert (folder / "modeling_frankenstein.py").is_file() and not (folder / "eval").exists()
     card = (folder / "README.md").read_text()
     assert card.startswith("---") and "TripletLoss" in card and "model-index" in card
-    assert "| triplet accuracy |" in card.partition("\n## Results\n")[2] and "{%" not in card
+    assert "| triplet accuracy |" in card.partition("\n## Results\n")[2].partition("\n## ")[0] and "{%" not in card
+    assert 'SentenceTransformer("sentence_transformers_model_id", trust_remote_code=True)' in card
+    metadata = ModelCard(card).data
+    assert {"frankenstein", "gated_deltanet", "standard", "sentence-transformers"} <= set(metadata.tags)
+    assert metadata.base_model is None and "Dataset: rows.jsonl" in card and "the rows.jsonl dataset" in card
+    assert card.index("## Results") < card.index("## Model Details")
 
 
 @pytest.mark.parametrize(
@@ -181,6 +187,9 @@ def test_a_masked_model_becomes_an_embedding_model_and_goes_on(program, rows_of,
     new = {"layer_pattern": None, "config_overrides": None, "vocab_size": None, "max_steps": 1}
     program.main(rows_of(PAIRS, output="one", model_name_or_path=tmp_path / "mlm", pooling="cls", **new))
     program.main(rows_of(PAIRS, output="two", model_name_or_path=tmp_path / "one", **new))
+    card = (tmp_path / "two" / "README.md").read_text()
+    assert "started from the checkpoint `one`" in card and {"gla", "swa"} <= set(ModelCard(card).data.tags)
+    assert ModelCard(card).data.base_model is None and str(tmp_path) not in card
     model = SentenceTransformer(str(tmp_path / "two"))
     assert model[0].auto_model.config.layer_pattern == ["gla", "swa"] and model[1].pooling_mode == "cls"
     with pytest.raises(BadInput, match="--pooling is decided by"):
@@ -192,7 +201,7 @@ def test_a_push_carries_results_and_a_card_written_by_hand_stays(program, rows_o
     program.main(line)
     card = hub.last_card
     assert "![loss](loss.png)" in card.partition("\n## Results\n")[2] and hub.uploads[-1]["loss.png"]
-    assert card.count("## Results") == 1 and 'SentenceTransformer("me/monster")' in card
+    assert card.count("## Results") == 1 and 'SentenceTransformer("me/monster", trust_remote_code=True)' in card
     assert set(hub.uploads[-1]) >= {"metrics.json", "modules.json", "modeling_frankenstein.py"}
 
     (tmp_path / "out" / "README.md").write_text("# Mine\n")
@@ -230,6 +239,27 @@ def test_clusters_separate_two_obvious_groups(use):
     found = use("clustering", texts, num_clusters=2)
     assert sorted(map(set, found["clusters"]), key=min) == sorted((set(texts[0::2]), set(texts[1::2])), key=min)
     assert [found["labels"][place] for place in (0, 1)] * 8 == found["labels"]
+
+
+def test_there_are_no_more_clusters_than_texts_unless_asked_for(use):
+    found = use("clustering", ["wren finch", "saw hammer", "wren finch"])
+    assert sorted(map(len, found["clusters"])) == [1, 2]
+
+
+def test_the_card_names_a_checkpoint_of_the_hub(program, rows_of, monkeypatch):
+    from frankenstein_hf.training import embedding
+    from frankenstein_hf.training.arguments import ModelArguments, parse_arguments
+
+    classes = (ModelArguments, embedding.EmbeddingArguments, embedding.EmbeddingProgramArguments)
+    run = embedding.EmbeddingRun(*parse_arguments(classes, rows_of(PAIRS)))
+    _, train, held_out = run.prepare_data()
+    model = run.build_model()
+    run.model_args.model_name_or_path = "me/monster"
+    monkeypatch.setattr(embedding.EmbeddingCardData, "set_base_model", lambda *_: False)  # without a network
+    run.trainer(model, train, held_out)
+    assert model.model_card_data.base_model == "me/monster"
+    model[0].auto_model.save_code = False
+    assert "trust_remote_code" not in model.model_card_data.generate_usage_snippet()
 
 
 def test_similarity_of_every_two_and_of_pairs(use, program, trained, tmp_path):

@@ -52,6 +52,25 @@ def test_a_card_written_by_hand_stays(flags, tmp_path):
     assert card.read_bytes() == b"# Mine\r\n"
 
 
+def test_the_card_names_data_licence_and_start(program, flags, tmp_path):
+    program.main(flags())
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "\nTrained on: text.txt. Evaluated on the part" in card and "checkpoint" not in card
+    new = {"layer_pattern": None, "config_overrides": None, "vocab_size": None, "max_steps": 1}
+    program.main(flags(output="second", model_name_or_path=tmp_path / "out", **new))
+    card = ModelCard.load(tmp_path / "second" / "README.md")
+    assert "\nTraining started from the checkpoint `out`. Trained on: text.txt." in card.text
+    assert card.data.base_model is None and str(tmp_path) not in card.content
+
+
+def test_the_text_has_the_licence_of_data_that_comes_along():
+    metrics = {"data": {"origin": "Digits (CC BY 4.0)"}}
+    found = results.Results(metrics, "majority", "always the same", "text-classification", "Digits", None, None)
+    link = "[me/monster](https://huggingface.co/me/monster)"
+    assert found.text() == "Trained on: Digits (CC BY 4.0)."
+    assert found.text("me/monster").startswith(f"Training started from the checkpoint {link}. ")
+
+
 def test_a_push_carries_results_picture_and_metrics(flags, tmp_path, hub):  # noqa: F811
     import run_mlm
 
