@@ -11,7 +11,6 @@ the peak above what the process held before, in a forked child.
 import ctypes
 import functools
 import gc
-import json
 import os
 import statistics
 import subprocess
@@ -37,6 +36,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 
 import frankenstein_hf as fhf
 from frankenstein_hf.configuration.registries import MIXERS
+from frankenstein_hf.data.atomic import write_json, write_text
 from frankenstein_hf.modeling.context import make_context
 from frankenstein_hf.modeling.implementations import implementation
 from frankenstein_hf.modeling.ops.decayed_scan import decayed_scan
@@ -458,13 +458,6 @@ def draw(rows: dict[str, dict[str, float]], arguments: Arguments, path: Path) ->
     figure.savefig(path, dpi=120)
 
 
-def replace_file(path: str, text: str) -> None:
-    """Write to a temporary name, then rename."""
-    partial = Path(path).with_suffix(".tmp")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run the suites and return their tables."""
     (arguments,) = HfArgumentParser(Arguments).parse_args_into_dataclasses(argv)  # type: ignore[arg-type]
@@ -479,11 +472,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         results[name] = SUITES[name](arguments)
         print("\n" + table(name, results[name]), flush=True)
         if arguments.json:
-            replace_file(arguments.json, json.dumps({"arguments": vars(arguments), "results": results}, indent=1))
+            write_json(arguments.json, {"arguments": vars(arguments), "results": results})
     if arguments.markdown:
         flags = " ".join(sys.argv[1:] if argv is None else argv)
         head = f"# Benchmarks\n\nWritten by `python scripts/benchmark_mixers.py {flags}`.\n\n{PREAMBLE}\n"
-        replace_file(arguments.markdown, "\n".join([head, *(table(name, rows) for name, rows in results.items())]))
+        write_text(arguments.markdown, "\n".join([head, *(table(name, rows) for name, rows in results.items())]))
     if arguments.plot and "scans" in results:
         draw(results["scans"], arguments, Path(arguments.plot))
     return results

@@ -15,6 +15,7 @@ Every run is written to --json as soon as it is finished. The same command again
 only writes the page and the plot once all runs are there; further optimizers can be added to the same file.
 """
 
+import io
 import json
 import math
 import platform
@@ -32,7 +33,7 @@ from transformers import HfArgumentParser
 
 import frankenstein_hf as fhf
 from frankenstein_hf.data import embedded_corpus, pack, train_tokenizer
-from frankenstein_hf.data.atomic import write_json, write_text
+from frankenstein_hf.data.atomic import write_bytes, write_json, write_text
 from frankenstein_hf.optim.spec import OPTIMIZERS
 
 # At least one of every family, the costly ones last.
@@ -441,10 +442,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     state.set(xlabel="state bytes a parameter")
     steps.legend(fontsize=7, ncols=2)
     figure.tight_layout()
-    partial = path.with_suffix(".tmp" + path.suffix)
-    figure.savefig(partial, dpi=110)
+    picture = io.BytesIO()
+    figure.savefig(picture, format=path.suffix[1:] or "png", dpi=110)
     pyplot.close(figure)
-    partial.replace(path)
+    write_bytes(path, picture.getvalue())
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:

@@ -29,6 +29,7 @@ from transformers import HfArgumentParser
 
 import frankenstein_hf as fhf
 from frankenstein_hf.configuration.registries import MIXERS
+from frankenstein_hf.data.atomic import write_json, write_text
 
 WIDTH = 16  # channels of keys and of values
 HEADS = 4
@@ -173,13 +174,6 @@ def page(results: Results, arguments: Arguments) -> str:
     return "\n".join(lines) + "\n"
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write to a temporary name, then rename."""
-    partial = path.with_name(f".{path.name}.tmp")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
 def load(path: Path, settings: dict[str, Any]) -> Results:
     """Results an earlier run left at `path`; raises ValueError where they were made with other settings."""
     if not path.exists():
@@ -201,7 +195,7 @@ def main(argv: list[str] | None = None) -> Results:
             row[str(n)] = evaluate(name, n, arguments)
             print(f"{name}, {n} pairs: {row[str(n)]}", flush=True)
             if arguments.json:
-                replace_file(Path(arguments.json), json.dumps({"settings": settings, "results": results}, indent=1))
+                write_json(arguments.json, {"settings": settings, "results": results})
     results = {name: results[name] for name in arguments.mixers}  # in the order asked for
     text = page(results, arguments)
     print(f"\n{text}")
@@ -211,7 +205,7 @@ def main(argv: list[str] | None = None) -> Results:
         head = f"# {about[0]}\n\n{about[2]}\nIn brackets the accuracy of every seed, and the learning rate.\n"
         command = f"Written by `python scripts/eval_recall.py {flags}`.\n"
         picture = f"\n![accuracy against stored pairs]({Path(arguments.plot).name})\n" if arguments.plot else ""
-        replace_file(Path(arguments.markdown), "\n".join([head, command, text]) + picture)
+        write_text(arguments.markdown, "\n".join([head, command, text]) + picture)
     if arguments.plot:
         draw(results, Path(arguments.plot))
     return results

@@ -17,6 +17,7 @@ from typing import Any
 
 from frankenstein_hf.configuration.component import MixerSpec, describe_range
 from frankenstein_hf.configuration.registries import MIXERS
+from frankenstein_hf.data.atomic import write_text
 from frankenstein_hf.optim.spec import OPTIMIZERS, OptimizerSpec, optimizer_range
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,9 +86,7 @@ def sorted_optimizers() -> list[OptimizerSpec]:
 
 def in_trainer(spec: OptimizerSpec) -> str:
     """What the method needs beside `Trainer`, in a few words."""
-    if spec.needs == "callback":
-        return f'`callbacks=fhf.trainer_callbacks("{spec.name}")`'
-    return {"nothing": "–", "trainer": "`FrankensteinTrainer`"}[spec.needs]
+    return f'`callbacks=fhf.trainer_callbacks("{spec.name}")`' if spec.needs == "callback" else "–"
 
 
 def kept(spec: OptimizerSpec, kind: str) -> float:
@@ -199,13 +198,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing, fail if something is out of date")
     check = parser.parse_args(argv).check
-    stale = [p for p, text in documents().items() if not p.exists() or p.read_text(encoding="utf-8") != text]
-    for path in stale:
+    stale = {p: text for p, text in documents().items() if not p.exists() or p.read_text(encoding="utf-8") != text}
+    for path, text in stale.items():
         print(f"{path.relative_to(ROOT)} is out of date" if check else f"wrote {path.relative_to(ROOT)}")
         if not check:
-            partial = path.with_suffix(".tmp")
-            partial.write_text(documents()[path], encoding="utf-8")
-            partial.replace(path)
+            write_text(path, text)
     return int(check and bool(stale))
 
 

@@ -67,6 +67,10 @@ class FrankensteinModelOutput(BaseModelOutputWithPast):
     aux_loss: Tensor | None = None
     max_logits: tuple[Tensor | None, ...] | None = None
 
+    def plus_aux_loss(self, loss: Tensor) -> Tensor:
+        """A head's `loss` with that of the mixers."""
+        return loss if self.aux_loss is None else loss + self.aux_loss
+
 
 class FrankensteinPreTrainedModel(PreTrainedModel):
     """What all heads share: initialisation, loading, saving with code, resizing."""
@@ -506,7 +510,7 @@ class FrankensteinForCausalLM(FrankensteinPreTrainedModel, GenerationMixin):
             if (starts := packed_starts(labels, attention_mask, position_ids, **packing)) is not None:
                 labels = labels.masked_fill(starts, -100)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-            loss = loss if output.aux_loss is None else loss + output.aux_loss
+            loss = output.plus_aux_loss(loss)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -578,7 +582,7 @@ class FrankensteinForMaskedLM(FrankensteinPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-            loss = loss if output.aux_loss is None else loss + output.aux_loss
+            loss = output.plus_aux_loss(loss)
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=output.hidden_states, attentions=output.attentions
         )

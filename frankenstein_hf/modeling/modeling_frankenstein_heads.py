@@ -116,7 +116,7 @@ class FrankensteinForSequenceClassification(FrankensteinClassifier):
         loss = None
         if labels is not None:
             loss = self._loss(logits, labels, kwargs.get("num_items_in_batch"))
-            loss = loss if output.aux_loss is None else loss + output.aux_loss
+            loss = output.plus_aux_loss(loss)
         return SequenceClassifierOutput(
             loss=loss, logits=logits, hidden_states=output.hidden_states, attentions=output.attentions
         )
@@ -179,7 +179,7 @@ class FrankensteinForTokenClassification(FrankensteinClassifier):
         if labels is not None:
             labels = _class_labels(labels, logits.shape[:2], self.num_labels)
             loss = self.loss_function(logits, labels, self.config, num_items_in_batch=kwargs.get("num_items_in_batch"))
-            loss = loss if output.aux_loss is None else loss + output.aux_loss
+            loss = output.plus_aux_loss(loss)
         return TokenClassifierOutput(
             loss=loss, logits=logits, hidden_states=output.hidden_states, attentions=output.attentions
         )
@@ -233,7 +233,7 @@ class FrankensteinForQuestionAnswering(FrankensteinClassifier):
                 _positions("end_positions", end_positions, keep),
                 num_items_in_batch=kwargs.get("num_items_in_batch"),
             )
-            loss = loss if output.aux_loss is None else loss + output.aux_loss
+            loss = output.plus_aux_loss(loss)
         return QuestionAnsweringModelOutput(
             loss=loss,
             start_logits=start_logits,
@@ -303,7 +303,7 @@ class FrankensteinForMultipleChoice(FrankensteinClassifier):
         if labels is not None:
             labels = _class_labels(labels, logits.shape[:1], logits.shape[1])
             loss = self.loss_function(logits=logits, labels=labels, num_items_in_batch=kwargs.get("num_items_in_batch"))
-            loss = loss if output.aux_loss is None else loss + output.aux_loss
+            loss = output.plus_aux_loss(loss)
         return MultipleChoiceModelOutput(
             loss=loss, logits=logits, hidden_states=output.hidden_states, attentions=output.attentions
         )

@@ -74,9 +74,9 @@ def _handler(context: Any) -> tuple[Any, dict[str, Any]]:
         )
     groups: dict[str, dict[str, Any]] = {}
     stabilizers: dict[str, dict[str, Any]] = {}
+    owners = (*ROLES, *STABILIZERS.names())
     for key, text in context.optim_args.items():
         owner, _, own = key.rpartition(".")
-        owners = (*ROLES, *STABILIZERS.names())
         if owner and owner not in owners:
             raise ValueError(f"optim_args: unknown {owner!r} in {key!r}" + did_you_mean(owner, owners))
         if key == "stabilizers" or key in STABILIZERS:
