@@ -1,7 +1,8 @@
 """Our parameter-free mixers as attention implementations of any transformers model: `frankenstein_<name>`.
 
-A mixer that needs nothing but the four standard projections is a choice of which keys a query sees. That choice is made
-on the visibility the model itself has decided (causality, pads, packing), so it counts real tokens there too.
+A mixer that needs nothing but the four standard projections is a choice of which keys a query sees, or does something
+more to what it has read. The choice is made on the visibility the model itself has decided (causality, pads, packing),
+so it counts real tokens there too.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from transformers.modeling_utils import AttentionInterface
 from .configuration.component import MixerSpec, Params
 from .configuration.mixers.swa import SWAParams
 from .configuration.registries import MIXERS
+from .modeling.mixers.xsa import exclude
 
 
 def swa_visibility(visible: Tensor, own: Tensor, params: SWAParams) -> Tensor:
@@ -55,9 +57,29 @@ def mixer_mask(spec: MixerSpec, *, config: Any = None, **arguments: Any) -> Tens
     return VISIBILITY[spec.name](visible, own, params)
 
 
+def xsa_forward(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
+) -> tuple[Tensor, None]:
+    """transformers' SDPA function, its output [B, T, H, W] projected off the value of each query's own token."""
+    output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
+    T, S = query.shape[2], value.shape[2]
+    if S == T or (attention_mask is None and T > 1):  # transformers drops the mask of a plain triangle from the start
+        own = value[:, :, :T]
+    elif attention_mask is None:
+        own = value[:, :, -1:]
+    else:  # a static cache has empty places behind the newest token, which is the last one a query sees
+        last = S - 1 - attention_mask[:, 0].flip(-1).to(torch.uint8).argmax(-1)
+        own = value.gather(2, last[:, None, :, None].expand(*value.shape[:2], T, value.shape[3]))
+    return exclude(output.transpose(1, 2), own).transpose(1, 2), None
+
+
+FORWARD: dict[str, Callable[..., tuple[Tensor, None]]] = {"xsa": xsa_forward}
+
+
 def register_attention_implementations() -> None:
     """Register every parameter-free mixer with `AttentionInterface` and `AttentionMaskInterface`."""
     for spec in MIXERS:
         if spec.parameter_free(spec.params()):
-            AttentionInterface.register(f"frankenstein_{spec.name}", sdpa_attention_forward)
+            forward = FORWARD.get(spec.name, sdpa_attention_forward)
+            AttentionInterface.register(f"frankenstein_{spec.name}", forward)
             AttentionMaskInterface.register(f"frankenstein_{spec.name}", partial(mixer_mask, spec))

@@ -1,4 +1,4 @@
-"""`standard`, `gqa`, `swa` and `memory` against numpy derivations from the papers."""
+"""`standard`, `gqa`, `xsa`, `swa` and `memory` against numpy derivations from the papers."""
 
 import numpy as np
 import pytest
@@ -94,3 +94,20 @@ def test_memory_values_are_unrotated_keys_plus_normed_table_rows(is_causal):
         return attention(x, w, visible, lambda k, g: k + rows[:, g * W : (g + 1) * W], kv_heads=2)
 
     check(mixer, expected, is_causal, input_ids=ids)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_xsa_reads_nothing_along_the_tokens_own_value(is_causal):
+    mixer, x = make_mixer("xsa", num_key_value_heads=2), torch.randn(1, T, 20, dtype=torch.float64)
+    standard = make_mixer("standard", num_key_value_heads=2)
+    standard.load_state_dict(mixer.state_dict())
+    for mixer_ in (mixer, standard):  # what the heads read
+        mixer_.o_proj = torch.nn.Identity()
+    z, y = (run(m, x, is_causal).view(T, H, W).detach() for m in (mixer, standard))
+    v = mixer.v_proj(x).view(T, H, W).detach()
+    assert_near((z * v).sum(-1), torch.zeros(T, H, dtype=torch.float64), atol=1e-12)
+    # and nothing else is taken away
+    along = (y * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True)
+    assert_near(z + along * v, y, rtol=1e-9, atol=1e-9)
+    assert (y - z).norm() > 0.1
+    assert z[0].norm() < 1e-12 or not is_causal  # the first token sees only itself

@@ -45,6 +45,11 @@ def test_a_llama_with_our_attention_equals_our_model_with_its_weights(name):
             for model in (ours, theirs)
         ]
         assert torch.equal(*generated)
+        static = theirs.generate(
+            x, max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0, cache_implementation="static",
+            **arguments,
+        )  # fmt: skip
+        assert torch.equal(static, generated[0])
     positions = torch.tensor([[*range(10), *range(7)]]).repeat(2, 1)
     packed = theirs(x, position_ids=positions, use_cache=False)  # with a cache transformers does not look for documents
     assert_near(packed.logits, ours(x, position_ids=positions).logits)

@@ -38,6 +38,10 @@ class StandardAttention(Mixer):
         """Values [B, G, T, W]; `key` [B, G, T, W] is not rotated yet."""
         return split_heads(self.v_proj(hidden_states), self.num_key_value_heads)
 
+    def readout(self, output: Tensor, value: Tensor, hidden_states: Tensor) -> Tensor:
+        """What becomes of the attention output [B, H, T, W]; `value` [B, G, T, W] is that of these tokens alone."""
+        return output
+
     def forward(
         self, hidden_states: Tensor, context: SequenceContext, cache: Any = None
     ) -> tuple[Tensor, MixerExtras | None]:
@@ -46,10 +50,12 @@ class StandardAttention(Mixer):
         value = self.value(hidden_states, key, context)
         rotary = context.rotary(self.head_dim)
         query, key = apply_rotary(query, *rotary), apply_rotary(key, *rotary)
+        own_value = value
         if cache is not None:
             key, value = cache.layers[self.layer_idx].append(key, value, context.keep, context.all_real)
         dropout = self.config.attention_dropout if self.training else 0.0
         output, weights = dense_attention(self, query, key, value, context, scale=self.scaling, dropout=dropout)
+        output = self.readout(output, own_value, hidden_states)
         return self.o_proj(merge_heads(output)), MixerExtras(
             weights if context.output_attentions else None,
             max_logits=dense_max_logits(query, key, context, self.scaling),
