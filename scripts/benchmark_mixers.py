@@ -37,7 +37,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 import frankenstein_hf as fhf
 from frankenstein_hf.configuration.registries import MIXERS
 from frankenstein_hf.data.atomic import write_json, write_text
-from frankenstein_hf.modeling.context import make_context
+from frankenstein_hf.modeling.context import Batch, make_context
 from frankenstein_hf.modeling.implementations import implementation
 from frankenstein_hf.modeling.ops.decayed_scan import decayed_scan
 from frankenstein_hf.modeling.ops.delta_rule import delta_rule
@@ -221,19 +221,18 @@ def build_mixer(name: str, **params: Any) -> tuple[Any, Any]:
 
 def plain_context(x: torch.Tensor, config: Any, is_causal: bool) -> Any:
     """A batch [B, T, D] without pads, documents or a past."""
-    return make_context(
-        shape=(x.shape[0], x.shape[1]), device=x.device, attention_mask=None, position_ids=None, seq_idx=None,
-        cu_seq_lens_q=None, look_for_documents=False, past_length=0, past_num_real=None, past_keep=None,
-        is_causal=is_causal, input_ids=torch.zeros(x.shape[:2], dtype=torch.long), backend="sdpa",
-        rotary_function=RotaryEmbedding(config),
-    )  # fmt: skip
+    batch = Batch.like(x, input_ids=torch.zeros(x.shape[:2], dtype=torch.long))
+    return make_context(batch, is_causal=is_causal, rotary_function=RotaryEmbedding(config))
 
 
 def make_mixer(name: str, is_causal: bool = True) -> Callable[..., torch.Tensor]:
     """A whole mixer as a function of [B, T, D]."""
     mixer, config = build_mixer(name)
-    norm = (torch.nn.LayerNorm(D),) if MIXERS.get(name).takes_residual else ()
-    return lambda x: mixer(x, plain_context(x, config, is_causal), None, *norm)[0]
+    if MIXERS.get(name).takes_residual:
+        layer = torch.nn.Module()
+        layer.input_layernorm = torch.nn.LayerNorm(D)
+        mixer.join(layer)
+    return lambda x: mixer(x, plain_context(x, config, is_causal))[0]
 
 
 def scan_step(name: str, T: int, gate: float) -> Step:

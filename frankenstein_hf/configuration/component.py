@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 
 def did_you_mean(name: object, allowed: Iterable[str]) -> str:
@@ -152,6 +152,34 @@ class ComponentSpec:
     params: type[Params] = Params
     implementation: str = ""
 
+    @property
+    def kind(self) -> str:
+        """Which kind of component it is: "mixer", or what its family is called."""
+        return self.family
+
+
+class Chosen(NamedTuple):
+    """A component a configuration has chosen, with its parameters."""
+
+    spec: Any
+    params: Any
+
+
+class Round(NamedTuple):
+    """Layers that work one after the other; in looped depth some do so more than once.
+
+    Attributes:
+        layers: Indices of the layers.
+        loop: How often they have been at work before.
+        looped: Whether they are those that are repeated.
+        offset: What to add to a layer's index for that of the cache layer it uses.
+    """
+
+    layers: range
+    loop: int
+    looped: bool
+    offset: int
+
 
 CACHE_SLOTS = frozenset({"kv", "latent", "ring", "state", "tail", "index"})
 GROWING_SLOTS = frozenset({"kv", "latent", "index"})
@@ -167,7 +195,7 @@ class MixerSpec(ComponentSpec):
         state_size: `(params, config) -> floats` one sequence keeps in its constant-size slots (a ring counts as full).
         token_size: `(params, config) -> floats` one token adds to the growing slots.
         needs_input_ids: Token ids must be given (not only embeddings).
-        takes_residual: Receives the residual stream and the layer's norm instead of the normed input.
+        takes_residual: Receives the residual stream instead of the normed input, and norms it itself (`Mixer.normed`).
         logits: Of the projections `q_proj` and `k_proj`, whose heads' dot products are the attention scores, those an
             optimizer may rescale to bound the scores; the mixer returns their maxima when asked. Empty: no such scores.
         qk_norm: Accepts normalised queries and keys.
@@ -199,6 +227,11 @@ class MixerSpec(ComponentSpec):
             raise ValueError(f"Mixer {self.name!r}: unknown cache slots {unknown}; allowed: {sorted(CACHE_SLOTS)}.")
         if self.gradient not in ("exact", "surrogate"):
             raise ValueError(f"Mixer {self.name!r}: gradient must be 'exact' or 'surrogate', got {self.gradient!r}.")
+
+    @property
+    def kind(self) -> str:
+        """A mixer's family is a group of mixers."""
+        return "mixer"
 
     @property
     def grows(self) -> bool:

@@ -13,8 +13,8 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 from transformers.utils import logging
 
-from .component import MixerSpec, Params, did_you_mean
-from .registries import FEED_FORWARDS, MIXERS, NORMS
+from .component import Chosen, ComponentSpec, MixerSpec, Params, Round, did_you_mean
+from .registries import KINDS, MIXERS
 
 logger = logging.get_logger(__name__)
 
@@ -37,7 +37,9 @@ TRANSFORMERS_KEYS = frozenset(_TRANSFORMERS_KEYS.split())
 
 
 # What `per_layer_config` may change for one layer.
-PER_LAYER_KEYS = frozenset({"mixer_params", "intermediate_size", "hidden_act", "mlp_bias"})
+PER_LAYER_KEYS = frozenset({"mixer_params", "intermediate_size", "hidden_act", "mlp_bias"}).union(
+    *((kind.field, kind.params_field) for kind in KINDS.values() if kind.per_layer)
+)
 
 
 def is_newer(version: object) -> bool:
@@ -102,6 +104,10 @@ class FrankensteinConfig(PreTrainedConfig):
         hidden_act: Activation of the feed-forward block, a name from transformers' `ACT2FN`.
         feed_forward: "gated" or "plain".
         norm: "rms_norm" or "layer_norm".
+        residual: How layers are joined in depth: "standard" (x + F(norm(x))) or "none" (F(norm(x))).
+        feed_forward_params, norm_params, residual_params: Parameters of the component that the field names.
+        num_loops: How often the middle layers are run through, one after the other as a stack, with the same weights.
+        loop_begin_layers, loop_end_layers: Layers before and behind them, which are run through once.
         max_position_embeddings: Longest sequence the model is meant for.
         rope_parameters: Rotary parameters as in transformers: `rope_type`, `rope_theta` and what the type needs.
         attention_dropout, hidden_dropout: Dropout of attention weights and of each block's output, in [0, 1).
@@ -135,7 +141,14 @@ class FrankensteinConfig(PreTrainedConfig):
     intermediate_size: int | None = None
     hidden_act: str = "silu"
     feed_forward: str = "gated"
+    feed_forward_params: dict[str, Any] | None = None
     norm: str = "rms_norm"
+    norm_params: dict[str, Any] | None = None
+    residual: str = "standard"
+    residual_params: dict[str, Any] | None = None
+    num_loops: int = 1
+    loop_begin_layers: int = 0
+    loop_end_layers: int = 0
     max_position_embeddings: int = 2048
     rope_parameters: RopeParameters | dict | None = None
     attention_dropout: float | int = 0.0
@@ -244,8 +257,17 @@ class FrankensteinConfig(PreTrainedConfig):
                 raise ValueError(f"{key}={getattr(self, key)} must be positive and finite.")
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
             raise ValueError(f"pad_token_id={self.pad_token_id} must be below vocab_size={self.vocab_size}.")
-        NORMS.get(self.norm)
-        FEED_FORWARDS.get(self.feed_forward)
+        self._components()
+        if self.num_loops < 1 or self.loop_begin_layers < 0 or self.loop_end_layers < 0:
+            raise ValueError(
+                f"num_loops={self.num_loops} must be at least 1, loop_begin_layers={self.loop_begin_layers} and "
+                f"loop_end_layers={self.loop_end_layers} at least 0."
+            )
+        if self.num_loops > 1 and self.loop_begin_layers + self.loop_end_layers >= self.num_hidden_layers:
+            raise ValueError(
+                f"loop_begin_layers={self.loop_begin_layers} and loop_end_layers={self.loop_end_layers} leave none of "
+                f"num_hidden_layers={self.num_hidden_layers} to repeat num_loops={self.num_loops} times."
+            )
         layers = self.per_layer_config if self.is_heterogeneous else [self]
         for name in {layer.hidden_act for layer in layers}:
             if name not in ACT2FN:
@@ -281,17 +303,104 @@ class FrankensteinConfig(PreTrainedConfig):
     @property
     def mixer_names(self) -> list[str]:
         """The mixer of every layer."""
-        pattern = [self.layer_pattern] if isinstance(self.layer_pattern, str) else self.layer_pattern or []
-        return [pattern[i % len(pattern)] for i in range(self.num_hidden_layers)]
+        return [self._pattern[i % len(self._pattern)] for i in range(self.num_hidden_layers)]
+
+    @property
+    def _pattern(self) -> list[str]:
+        return [self.layer_pattern] if isinstance(self.layer_pattern, str) else self.layer_pattern or []
+
+    @property
+    def rounds(self) -> list[Round]:
+        """The layers in the order they work in: with `num_loops` > 1 those in the middle are repeated as a stack."""
+        return self.rounds_of(self.num_hidden_layers)
+
+    def rounds_of(self, num_layers: int, at_work: int | None = None) -> list[Round]:
+        """`rounds` of a stack of `num_layers`, up to the `at_work`-th layer at work if that is given."""
+        first, behind = self.loop_begin_layers, num_layers - self.loop_end_layers
+        shift, last = behind - first, self.num_loops - 1
+        every = [
+            Round(range(first), 0, False, 0),
+            *(Round(range(first, behind), loop, True, loop * shift) for loop in range(self.num_loops)),
+            Round(range(behind, num_layers), last, False, last * shift),
+        ]
+        left = num_layers + last * shift if at_work is None else at_work
+        chosen = []
+        for part in every:
+            chosen.append(part._replace(layers=part.layers[:left]))
+            left = max(0, left - len(part.layers))
+        return [part for part in chosen if part.layers]
 
     @property
     def layer_types(self) -> list[str]:
-        """Cache layer type of every layer, which `DynamicCache(config=…)` reads; derived from the pattern."""
-        return [KV_LAYER_TYPE if MIXERS.get(name).grows else STATE_LAYER_TYPE for name in self.mixer_names]
+        """Type of every cache layer, which `DynamicCache(config=…)` reads; one for each time a layer works."""
+        return self.layer_types_of(self.rounds)
+
+    def layer_types_of(self, rounds: list[Round]) -> list[str]:
+        """Type of the cache layer of every layer at work in `rounds`."""
+        pattern = self._pattern
+        grows = [MIXERS.get(pattern[i % len(pattern)]).grows for part in rounds for i in part.layers]
+        return [KV_LAYER_TYPE if grown else STATE_LAYER_TYPE for grown in grows]
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
+        """transformers' way to the text part of a config; it builds caches from the decoder's.
+
+        With looped depth that is a view in which every layer at work is a layer of its own: transformers makes as
+        many cache layers as a config has hidden layers, whatever `layer_types` says.
+        """
+        if self.num_loops == 1 or not decoder:
+            return super().get_text_config(decoder, encoder)
+        view = copy.copy(self)
+        at_work = [i for part in self.rounds for i in part.layers]
+        pattern = [self.mixer_names[i] for i in at_work]
+        unrolled = dict(num_hidden_layers=len(at_work), layer_pattern=pattern, num_loops=1)
+        view.__dict__.pop("_heterogeneity_spec", None)  # what differs from layer to layer is nothing to a cache
+        view.__dict__.update(unrolled, loop_begin_layers=0, loop_end_layers=0)
+        return view
 
     def mixer_spec_for(self, layer_idx: int) -> MixerSpec:
         """The spec of the mixer in layer `layer_idx`."""
         return MIXERS.get(self.mixer_names[layer_idx])
+
+    def component(self, kind: str, layer_idx: int | None = None) -> Chosen:
+        """The chosen component of a `kind` ("mixer", "norm", "feed_forward", "residual" …) and its parameters.
+
+        Args:
+            kind: "mixer" or a key of `KINDS`.
+            layer_idx: The layer, for kinds that may differ from layer to layer.
+
+        Raises:
+            ValueError: An unknown name, or parameters it does not have or cannot take.
+        """
+        if kind == "mixer":
+            assert layer_idx is not None
+            return Chosen(self.mixer_spec_for(layer_idx), self.params_for(layer_idx))
+        how = KINDS[kind]
+        own = how.per_layer and layer_idx is not None and self.is_heterogeneous
+        config: Any = self.per_layer_config[layer_idx] if own else self  # type: ignore[index]
+        spec, values = how.registry.get(getattr(config, how.field)), getattr(config, how.params_field) or {}
+        params = spec.params.from_dict(values, spec.name)
+        try:
+            return Chosen(spec, params.resolve(config, frozenset(values)))
+        except ValueError as error:
+            raise ValueError(f"{how.field}={spec.name!r}: {error}") from None
+
+    def reached_components(self) -> list[ComponentSpec]:
+        """Specs of all that this configuration names, mixers that only have parameters included."""
+        written = self.to_dict()  # as it will be read back, whatever differs from layer to layer
+        named = [*self.mixer_names, *(written.get("mixer_params") or {})]
+        for overrides in (written.get("per_layer_config") or {}).values():
+            named += overrides.get("mixer_params") or {}
+        others = {(chosen.spec.kind, chosen.spec.name): chosen.spec for chosen in self._components()}
+        return [*(MIXERS.get(name) for name in sorted(set(named))), *others.values()]
+
+    def _components(self) -> list[Chosen]:
+        """Every component but mixers, in every layer that may have its own."""
+        layers = range(self.num_hidden_layers) if self.is_heterogeneous else [0]
+        return [
+            self.component(kind, layer_idx)
+            for kind, how in KINDS.items()
+            for layer_idx in (layers if how.per_layer else [None])
+        ]
 
     def params_for(self, layer_idx: int) -> Params:
         """The validated mixer parameters of layer `layer_idx`, `per_layer_config` taken into account."""

@@ -1,10 +1,39 @@
-"""The registries of components, one per kind."""
+"""The registries of components, one per kind, and the fields of a configuration that choose from them."""
+
+from dataclasses import dataclass
 
 from .component import MixerSpec, Registry
 from .discovered import mixer_specs
 from .feed_forward import FEED_FORWARD_SPECS
 from .norms import NORM_SPECS
+from .residuals import RESIDUAL_SPECS
 
 MIXERS: Registry[MixerSpec] = Registry("mixer", mixer_specs)
 NORMS = Registry("norm", lambda: NORM_SPECS)
 FEED_FORWARDS = Registry("feed-forward", lambda: FEED_FORWARD_SPECS)
+RESIDUALS = Registry("residual scheme", lambda: RESIDUAL_SPECS)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a configuration chooses a component of one kind.
+
+    Attributes:
+        registry: What there is to choose from.
+        field: The field that names it.
+        params_field: The field with its parameters.
+        per_layer: Whether `per_layer_config` may choose another one for a layer.
+    """
+
+    registry: Registry
+    field: str
+    params_field: str
+    per_layer: bool = False
+
+
+# Every kind but mixers, which a pattern names layer by layer.
+KINDS: dict[str, Kind] = {
+    "norm": Kind(NORMS, "norm", "norm_params"),
+    "feed_forward": Kind(FEED_FORWARDS, "feed_forward", "feed_forward_params", per_layer=True),
+    "residual": Kind(RESIDUALS, "residual", "residual_params"),
+}

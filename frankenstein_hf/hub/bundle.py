@@ -13,7 +13,8 @@ from importlib import import_module
 from pathlib import Path
 
 from ..configuration.component import ComponentSpec, MixerSpec
-from ..modeling.hub_bundle import MARK, entry_modules
+from ..configuration.discovered import spec_modules
+from ..modeling.hub_bundle import HEADS, MARK, entry_modules
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = __name__.partition(".")[0]
@@ -22,7 +23,7 @@ PARTS = ("configuration", "modeling")  # the parts of the package that travel
 Module = tuple[str, ...]  # ("modeling", "mixers", "gla")
 
 DISCOVERED: Module = ("configuration", "discovered")
-IMPLEMENTATIONS: Module = ("modeling", "implementations")
+CLASSES: Module = ("modeling", "discovered")
 
 DISCOVERED_SOURCE = '''"""The specs of the mixers this checkpoint uses."""
 
@@ -39,35 +40,20 @@ def mixer_specs() -> list[MixerSpec]:
     return [spec for specs in every for spec in specs if spec.name in NAMES]
 '''
 
-IMPLEMENTATIONS_SOURCE = '''"""From a component's spec to the class that computes it, for what this checkpoint uses."""
-
-from ..configuration.component import ComponentSpec
-
-_REGISTERED: dict[tuple[str, str], type] = {{}}
+CLASSES_SOURCE = '''"""The code of components, as far as this checkpoint uses it."""
 
 
-def _key(spec: ComponentSpec) -> tuple[str, str]:
-    return type(spec).__name__, spec.name  # a mixer may be called like a norm
-
-
-def register_implementation(spec: ComponentSpec, implementation: type) -> None:
-    """Use `implementation` for a component that comes from outside this checkpoint."""
-    _REGISTERED[_key(spec)] = implementation
-
-
-def is_third_party(spec: ComponentSpec) -> bool:
-    """Whether the component's code lives outside this checkpoint, so that no bundle can carry it."""
-    return _key(spec) in _REGISTERED
-
-
-def implementation(spec: ComponentSpec) -> type:
-    """The class behind `spec`."""
-    if _key(spec) in _REGISTERED:
-        return _REGISTERED[_key(spec)]
+def find_class(place: str) -> type:
+    """The class at `place`, "module:Class"."""
 {branches}
     raise ValueError(
-        f"The code of {{spec.name!r}} is not part of this checkpoint; install frankenstein_hf to build a model with it."
+        f"The code of {{place!r}} is not part of this checkpoint; install frankenstein_hf to build a model with it."
     )
+
+
+def entries() -> None:
+    """Imports what the Auto classes load: transformers copies a checkpoint's code by the imports it sees."""
+{entries}
 '''
 
 
@@ -83,7 +69,7 @@ def bundle_sources(components: Sequence[ComponentSpec]) -> dict[str, str]:
     Raises:
         ValueError: A module cannot be flattened; the message names the line and the remedy.
     """
-    generated = {DISCOVERED: _discovered(components), IMPLEMENTATIONS: _implementations(components)}
+    generated = {DISCOVERED: _discovered(components), CLASSES: _classes(components)}
     flat: dict[str, str] = {}
     origins: dict[str, Module] = {}
     pending: list[Module] = [(name.partition("_")[0], name) for name in entry_modules()]
@@ -175,28 +161,32 @@ def _discovered(components: Iterable[ComponentSpec]) -> str:
     modules = sorted({_spec_module(name) for name in names})
     return DISCOVERED_SOURCE.format(
         names=tuple(names),
-        imports="\n".join(f"    from .mixers.{module} import SPECS as {module}_specs" for module in modules),
-        specs=", ".join(f"{module}_specs" for module in modules),
+        imports="\n".join(f"    from .mixers.{module} import SPECS as {_variable(module)}" for module in modules),
+        specs=", ".join(map(_variable, modules)),
     )
 
 
+def _variable(module: str) -> str:
+    return module.replace(".", "_") + "_specs"
+
+
 def _spec_module(name: str) -> str:
-    folder = ROOT / "configuration" / "mixers"
-    for path in sorted(folder.glob("[!_]*.py")):
-        specs = import_module(f"{PACKAGE}.configuration.mixers.{path.stem}").SPECS
-        if any(spec.name == name for spec in specs):
-            return path.stem
-    raise ValueError(f"No module in {folder} declares the mixer {name!r}.")
+    for module in spec_modules():
+        if any(spec.name == name for spec in import_module(f"{PACKAGE}.configuration.mixers.{module}").SPECS):
+            return module
+    raise ValueError(f"No module in {PACKAGE}/configuration/mixers declares the mixer {name!r}.")
 
 
-def _implementations(components: Iterable[ComponentSpec]) -> str:
+def _classes(components: Iterable[ComponentSpec]) -> str:
     branches = []
     for place in sorted({spec.implementation for spec in components}):
         module, _, name = place.partition(":")
         branches += [
-            f'    if spec.implementation == "{place}":',
+            f'    if place == "{place}":',
             f"        from .{module} import {name}",
             "",
             f"        return {name}",
         ]
-    return IMPLEMENTATIONS_SOURCE.format(branches="\n".join(branches))
+    models = [reference.split(".") for reference in HEADS.values()]
+    entries = (f"    from .{module} import {name}  # noqa: F401" for module, name in models)
+    return CLASSES_SOURCE.format(branches="\n".join(branches), entries="\n".join(entries))

@@ -301,30 +301,11 @@ def _length_groups(lengths: Tensor) -> list[Tensor]:
 # ---------------------------------------------------------------------- reading the caller's arguments
 
 
-def make_context(
-    *,
-    shape: tuple[int, int],
-    device: torch.device,
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    seq_idx: Tensor | None,
-    cu_seq_lens_q: Tensor | None,
-    look_for_documents: bool,
-    past_length: int,
-    past_num_real: Tensor | None,
-    past_keep: Tensor | None,
-    num_places: int | None = None,
-    is_causal: bool,
-    input_ids: Tensor | None,
-    backend: str,
-    rotary_function: RotaryFunction,
-    output_attentions: bool = False,
-    output_max_logits: bool = False,
-    kernel_kwargs: dict[str, Any] | None = None,
-) -> SequenceContext:
-    """Check the caller's arguments and decide what the batch looks like.
+@dataclass(frozen=True)
+class Batch:
+    """What a caller says of the sequences of one call, as it was given.
 
-    Args:
+    Attributes:
         shape: (B, T) of this call.
         device: Where the batch is.
         attention_mask: 2-D [B, T] or [B, past + T] with nonzero = real, or 4-D [B or 1, H or 1, T, past + T], bool with
@@ -332,49 +313,98 @@ def make_context(
         position_ids: [B or 1, T]. A document starts where they do not rise; with a 4-D mask they are taken as they are.
         seq_idx: [B, T] document numbers.
         cu_seq_lens_q: [documents + 1] borders in a batch of one.
-        look_for_documents: Whether the batch may be packed; not with a cache.
-        past_length, past_num_real, past_keep, num_places: What the cache reports. In a static cache `past_keep` is all
-            places long.
-        is_causal, input_ids, backend, rotary_function, output_attentions, output_max_logits, kernel_kwargs: See
+        input_ids: [B, T] or None when only embeddings were given.
+    """
+
+    shape: tuple[int, int]
+    device: torch.device
+    attention_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+    seq_idx: Tensor | None = None
+    cu_seq_lens_q: Tensor | None = None
+    input_ids: Tensor | None = None
+
+    @classmethod
+    def like(cls, tokens: Tensor, **said: Any) -> "Batch":
+        """A batch of the shape and on the device of `tokens` [B, T, …], with what is `said` of it."""
+        return cls((tokens.shape[0], tokens.shape[1]), tokens.device, **said)
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a cache reports before a call.
+
+    Attributes:
+        length: Physical length; a tensor of no dimensions in a compiled step on a static cache.
+        num_real: [B] real tokens among them, or None when nothing is cached yet.
+        keep: [B, length] True at real cached tokens, or None when all are. In a static cache it is all places long.
+        num_places: Places of a static cache, else None.
+    """
+
+    length: int | Any = 0
+    num_real: Tensor | None = None
+    keep: Tensor | None = None
+    num_places: int | None = None
+
+
+def make_context(
+    batch: Batch,
+    past: Past | None = None,
+    *,
+    is_causal: bool,
+    rotary_function: RotaryFunction,
+    backend: str = "sdpa",
+    output_attentions: bool = False,
+    output_max_logits: bool = False,
+    kernel_kwargs: dict[str, Any] | None = None,
+) -> SequenceContext:
+    """Check the caller's arguments and decide what the batch looks like.
+
+    Args:
+        batch: What the caller gave.
+        past: What the cache reports; None without a cache, and only then the batch may be packed.
+        is_causal, rotary_function, backend, output_attentions, output_max_logits, kernel_kwargs: See
             `SequenceContext`.
 
     Raises:
         ValueError: Shapes that do not fit, an empty batch, or packing together with a cache.
     """
-    B, T = shape
+    (B, T), device, position_ids = batch.shape, batch.device, batch.position_ids
     if B == 0 or T == 0:
         raise ValueError(f"The batch is empty: got {B} sequences of {T} tokens, at least one of one is needed.")
-    custom_mask, mask_2d = _split_masks(attention_mask, B, T, past_length)
+    look_for_documents = past is None
+    past = past or Past()
+    past_keep = past.keep
+    custom_mask, mask_2d = _split_masks(batch.attention_mask, B, T, past.length)
     if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape not in ((B, T), (1, T))):
         raise ValueError(f"position_ids must be [{B}, {T}] or [1, {T}], got {list(position_ids.shape)}.")
     keep = torch.ones(B, T, dtype=torch.bool, device=device)
     all_real = True
     # a compiled decoding step takes any mask for one with pads: looking would be a break in its graph
-    unseen = T == 1 and past_num_real is not None and torch.compiler.is_compiling()
+    unseen = T == 1 and past.num_real is not None and torch.compiler.is_compiling()
     if mask_2d is not None:
         keep = mask_2d[:, -T:].to(device=device, dtype=torch.bool)
         all_real = not unseen and bool(keep.all())
         if mask_2d.shape[1] > T and not unseen:
             given = mask_2d[:, :-T].to(device=device, dtype=torch.bool)
-            past_keep = given if num_places is None else past_keep
-            if past_num_real is not None and not torch.equal(given.sum(1), past_num_real.to(device)):
+            past_keep = given if past.num_places is None else past_keep
+            if past.num_real is not None and not torch.equal(given.sum(1), past.num_real.to(device)):
                 raise ValueError(
                     "attention_mask marks other cached tokens as pads than the calls that cached them did "
-                    f"({given.sum(1).tolist()} real tokens a row now, {past_num_real.tolist()} then); a cache "
+                    f"({given.sum(1).tolist()} real tokens a row now, {past.num_real.tolist()} then); a cache "
                     "cannot forget single tokens. Start anew without the cache."
                 )
-    if past_keep is not None and num_places is None and not unseen and bool(past_keep.all()):
+    if past_keep is not None and past.num_places is None and not unseen and bool(past_keep.all()):
         past_keep = None
-    num_past = past_num_real if isinstance(past_length, Tensor) or past_length else None
+    num_past = past.num_real if isinstance(past.length, Tensor) or past.length else None
+    documents = None
     if custom_mask is not None:
-        positions = position_ids if position_ids is not None else torch.arange(T, device=device)[None] + past_length
-        documents = None
+        positions = position_ids if position_ids is not None else torch.arange(T, device=device)[None] + past.length
     else:
-        documents = None
         if look_for_documents:
-            starts = _document_starts(keep, all_real, position_ids, seq_idx, cu_seq_lens_q)
+            starts = _document_starts(batch, keep, all_real)
             documents = None if starts is None else starts.cumsum(1)
-        elif seq_idx is not None or cu_seq_lens_q is not None:
+        elif batch.seq_idx is not None or batch.cu_seq_lens_q is not None:
             raise ValueError("seq_idx and cu_seq_lens_q describe packed documents, which cannot share a cache.")
         positions = _positions(keep, all_real, documents)
         if num_past is not None:
@@ -385,11 +415,11 @@ def make_context(
         documents=documents,
         positions=positions,
         num_past=num_past,
-        past_length=past_length,
+        past_length=past.length,
         past_keep=past_keep,
-        num_places=num_places,
+        num_places=past.num_places,
         is_causal=is_causal,
-        input_ids=input_ids,
+        input_ids=batch.input_ids,
         custom_mask=custom_mask,
         backend=backend,
         rotary_function=rotary_function,
@@ -422,11 +452,10 @@ def _split_masks(mask: Tensor | None, B: int, T: int, past: Any) -> tuple[Tensor
     raise ValueError(f"attention_mask must have 2 or 4 dimensions, got shape {list(mask.shape)}.")
 
 
-def _document_starts(
-    keep: Tensor, all_real: bool, position_ids: Tensor | None, seq_idx: Tensor | None, cu_seq_lens: Tensor | None
-) -> Tensor | None:
+def _document_starts(batch: Batch, keep: Tensor, all_real: bool) -> Tensor | None:
     """[B, T] True at the first real token of every document but a row's first; None when every row is one document."""
     B, T = keep.shape
+    position_ids, seq_idx, cu_seq_lens = batch.position_ids, batch.seq_idx, batch.cu_seq_lens_q
     if position_ids is None and seq_idx is None and cu_seq_lens is None:
         return None
     order = torch.argsort(~keep, dim=1, stable=True) if not all_real else torch.arange(T, device=keep.device)[None]
@@ -469,24 +498,16 @@ def _positions(keep: Tensor, all_real: bool, documents: Tensor | None) -> Tensor
     return (place - first.gather(1, documents)).clamp_min(0)
 
 
-def packed_starts(
-    tokens: Tensor,
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    seq_idx: Tensor | None,
-    cu_seq_lens_q: Tensor | None,
-) -> Tensor | None:
+def packed_starts(batch: Batch) -> Tensor | None:
     """[B, T] True at the first token of every packed document but a row's first; None when each row is one document.
 
-    Args:
-        tokens: [B, T], of which only shape and device matter.
-        attention_mask, position_ids, seq_idx, cu_seq_lens_q: As for `make_context`; nothing is packed under a 4-D mask.
+    Nothing is packed under a 4-D mask.
     """
-    if position_ids is None and seq_idx is None and cu_seq_lens_q is None:
+    if batch.position_ids is None and batch.seq_idx is None and batch.cu_seq_lens_q is None:
         return None
-    keep = torch.ones_like(tokens, dtype=torch.bool)
-    if attention_mask is not None:
-        if attention_mask.dim() != 2:
+    keep = torch.ones(batch.shape, dtype=torch.bool, device=batch.device)
+    if (mask := batch.attention_mask) is not None:
+        if mask.dim() != 2:
             return None
-        keep = attention_mask[:, -tokens.shape[1] :].to(torch.bool)
-    return _document_starts(keep, bool(keep.all()), position_ids, seq_idx, cu_seq_lens_q)
+        keep = mask[:, -batch.shape[1] :].to(torch.bool)
+    return _document_starts(batch, keep, bool(keep.all()))

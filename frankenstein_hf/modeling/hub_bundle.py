@@ -14,7 +14,6 @@ from typing import Any
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from ..configuration.component import ComponentSpec
-from ..configuration.registries import FEED_FORWARDS, MIXERS, NORMS
 from .implementations import is_third_party
 
 CONFIG_CLASS = "configuration_frankenstein.FrankensteinConfig"
@@ -59,16 +58,6 @@ def entry_modules() -> list[str]:
     return list(dict.fromkeys(reference.partition(".")[0] for reference in auto_map().values()))
 
 
-def reached_components(config: Any) -> list[ComponentSpec]:
-    """Specs of all that `config` names: mixers of layers, mixers with parameters only, the norm, the feed-forward."""
-    written = config.to_dict()  # as it will be read back, whatever differs from layer to layer
-    named = [*config.mixer_names, *(written.get("mixer_params") or {})]
-    for overrides in (written.get("per_layer_config") or {}).values():
-        named += overrides.get("mixer_params") or {}
-    mixers = [MIXERS.get(name) for name in sorted(set(named))]
-    return [*mixers, NORMS.get(config.norm), FEED_FORWARDS.get(config.feed_forward)]
-
-
 def write_bundle(directory: str | os.PathLike, config: Any) -> None:
     """Write the code that loads a checkpoint of this `config` without the package; clear away an older bundle.
 
@@ -79,7 +68,7 @@ def write_bundle(directory: str | os.PathLike, config: Any) -> None:
     Raises:
         ValueError: A mixer (or other component) comes from outside this package. Nothing has been written then.
     """
-    components = reached_components(config)
+    components = config.reached_components()
     foreign = [spec.name for spec in components if is_third_party(spec)]
     if foreign:
         raise ValueError(
@@ -93,9 +82,6 @@ def write_bundle(directory: str | os.PathLike, config: Any) -> None:
 
 def _own_sources() -> dict[str, str]:
     """The bundle this module belongs to."""
-    # transformers' loader copies only what it sees imported, and a language model imports no other head
-    from .modeling_frankenstein_heads import FrankensteinClassifier  # noqa: F401
-
     folder = Path(__file__).parent
     paths = [folder / f"{name}.py" for name in entry_modules()]
     paths += [Path(needed) for path in paths for needed in get_relative_import_files(path)]

@@ -1,17 +1,15 @@
-"""From a component's spec to the class that computes it, imported on first use.
+"""From a component's spec to the class that computes it, imported on first use."""
 
-A Hub bundle carries a generated module in place of this one, with one literal import per implementation it contains.
-"""
-
-from importlib import import_module
+from typing import Any
 
 from ..configuration.component import ComponentSpec
+from .discovered import find_class
 
 _REGISTERED: dict[tuple[str, str], type] = {}
 
 
 def _key(spec: ComponentSpec) -> tuple[str, str]:
-    return type(spec).__name__, spec.name  # a mixer may be called like a norm
+    return spec.kind, spec.name  # a mixer may be called like a norm
 
 
 def register_implementation(spec: ComponentSpec, implementation: type) -> None:
@@ -28,5 +26,9 @@ def implementation(spec: ComponentSpec) -> type:
     """The class behind `spec`."""
     if _key(spec) in _REGISTERED:
         return _REGISTERED[_key(spec)]
-    module, _, name = spec.implementation.partition(":")
-    return getattr(import_module(f"{__package__}.{module}"), name)
+    return find_class(spec.implementation)
+
+
+def component_class(config: Any, kind: str, layer_idx: int | None = None) -> Any:
+    """The class of the component of this `kind` that `config` names, for one layer if it is a layer's."""
+    return implementation(config.component(kind, layer_idx).spec)

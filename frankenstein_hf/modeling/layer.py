@@ -1,37 +1,40 @@
-"""One layer: norm, mixer, residual, norm, feed-forward, residual."""
+"""One layer: read, norm, mixer, write; read, norm, feed-forward, write."""
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..configuration.registries import FEED_FORWARDS, NORMS
 from .context import SequenceContext
-from .implementations import implementation
-from .mixers.base import MixerExtras
+from .extras import LayerExtras
+from .implementations import component_class
+from .norms import make_norm
+from .residuals import Stream
 
 
 class FrankensteinLayer(GradientCheckpointingLayer):
-    """A pre-norm layer around the mixer that `config.layer_pattern` names for it."""
+    """The mixer that `config.layer_pattern` names for this layer and a feed-forward block, joined to the stream."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
-        spec, norm = config.mixer_spec_for(layer_idx), implementation(NORMS.get(config.norm))
-        layer_config = config.per_layer_config[layer_idx]
-        self.takes_residual = spec.takes_residual
-        self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
-        self.mixer = implementation(spec)(config, layer_idx)
-        self.post_mixer_layernorm = norm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = implementation(FEED_FORWARDS.get(config.feed_forward))(layer_config)
+        connection = component_class(config, "residual").connection
+        self.mixer_connection = connection(config, layer_idx, "mixer")
+        self.input_layernorm = make_norm(config)
+        self.mixer = component_class(config, "mixer", layer_idx)(config, layer_idx)
+        self.mlp_connection = connection(config, layer_idx, "mlp")
+        self.post_mixer_layernorm = make_norm(config)
+        self.mlp = component_class(config, "feed_forward", layer_idx)(config, layer_idx)
         self.dropout = nn.Dropout(config.hidden_dropout)
+        self.mixer.join(self)
 
     def forward(
-        self, hidden_states: Tensor, context: SequenceContext, cache: Any = None
-    ) -> tuple[Tensor, MixerExtras | None]:
-        """[B, T, D] -> [B, T, D] and what the mixer returned beside its output."""
-        if self.takes_residual:
-            mixed, extras = self.mixer(hidden_states, context, cache, norm=self.input_layernorm)
-        else:
-            mixed, extras = self.mixer(self.input_layernorm(hidden_states), context, cache)
-        hidden_states = hidden_states + self.dropout(mixed)
-        return hidden_states + self.dropout(self.mlp(self.post_mixer_layernorm(hidden_states))), extras
+        self, stream: Stream, context: SequenceContext, cache: Any = None, loop: int = 0
+    ) -> tuple[Stream, LayerExtras]:
+        """The stream after this layer, and what the layer returns beside it; `loop` counts rounds of looped depth."""
+        x, carry = self.mixer_connection.read(stream, loop)
+        change, mixed = self.mixer(self.mixer.input_norm(x), context, cache)
+        stream = self.mixer_connection.write(stream, carry, self.dropout(change), loop)
+        x, carry = self.mlp_connection.read(stream, loop)
+        change, fed = self.mlp(self.post_mixer_layernorm(x), context)
+        stream = self.mlp_connection.write(stream, carry, self.dropout(change), loop)
+        return stream, LayerExtras.merged([mixed, fed])

@@ -20,9 +20,11 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import can_return_tuple
 
-from .context import packed_starts
-from .modeling_frankenstein import FrankensteinModel, FrankensteinModelOutput, FrankensteinPreTrainedModel, for_stack
+from .context import Batch, packed_starts
+from .modeling_frankenstein import FrankensteinModel, for_stack
 from .ops.numerics import at_least_fp32
+from .pretrained import FrankensteinPreTrainedModel
+from .stack import StackOutput
 
 IGNORED = -100  # what transformers' losses and `num_items_in_batch` leave out
 
@@ -36,9 +38,7 @@ class FrankensteinClassifier(FrankensteinPreTrainedModel):
         self.is_causal = self.model.is_causal
         self.num_labels = config.num_labels
 
-    def _encode(
-        self, arguments: dict[str, Any], one_answer_a_row: bool = True
-    ) -> tuple[FrankensteinModelOutput, Tensor, Tensor]:
+    def _encode(self, arguments: dict[str, Any], one_answer_a_row: bool = True) -> tuple[StackOutput, Tensor, Tensor]:
         """The stack's output, its last hidden states [B, T, D], and which tokens are real, [B, T]."""
         for name in ("cache", "past_key_values"):
             if arguments.get(name) is not None:
@@ -47,13 +47,14 @@ class FrankensteinClassifier(FrankensteinPreTrainedModel):
         if arguments["input_ids"] is not None:  # other models look for the pad token; here only the mask counts
             self.warn_if_padding_and_no_attention_mask(arguments["input_ids"], arguments["attention_mask"])
         hidden_states = output.last_hidden_state
-        packing = [arguments.get(name) for name in ("attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q")]
-        if one_answer_a_row and packed_starts(hidden_states[..., 0], *packing) is not None:
+        names = ("attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q")
+        batch = Batch.like(hidden_states, **{name: arguments.get(name) for name in names})
+        if one_answer_a_row and packed_starts(batch) is not None:
             raise ValueError(
                 f"{type(self).__name__} gives one answer a row, but a row holds several packed documents (seq_idx, "
                 "cu_seq_lens_q or restarting position_ids): give each document a row of its own."
             )
-        mask = packing[0]
+        mask = batch.attention_mask
         if mask is None or mask.dim() != 2:
             keep = torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=hidden_states.device)
         else:
@@ -116,7 +117,7 @@ class FrankensteinForSequenceClassification(FrankensteinClassifier):
         loss = None
         if labels is not None:
             loss = self._loss(logits, labels, kwargs.get("num_items_in_batch"))
-            loss = output.plus_aux_loss(loss)
+            loss = output.plus_aux_loss(loss, self.training, labels, kwargs.get("num_items_in_batch"))
         return SequenceClassifierOutput(
             loss=loss, logits=logits, hidden_states=output.hidden_states, attentions=output.attentions
         )
@@ -179,7 +180,7 @@ class FrankensteinForTokenClassification(FrankensteinClassifier):
         if labels is not None:
             labels = _class_labels(labels, logits.shape[:2], self.num_labels)
             loss = self.loss_function(logits, labels, self.config, num_items_in_batch=kwargs.get("num_items_in_batch"))
-            loss = output.plus_aux_loss(loss)
+            loss = output.plus_aux_loss(loss, self.training, labels, kwargs.get("num_items_in_batch"))
         return TokenClassifierOutput(
             loss=loss, logits=logits, hidden_states=output.hidden_states, attentions=output.attentions
         )
@@ -233,7 +234,7 @@ class FrankensteinForQuestionAnswering(FrankensteinClassifier):
                 _positions("end_positions", end_positions, keep),
                 num_items_in_batch=kwargs.get("num_items_in_batch"),
             )
-            loss = output.plus_aux_loss(loss)
+            loss = output.plus_aux_loss(loss, self.training, start_positions, kwargs.get("num_items_in_batch"))
         return QuestionAnsweringModelOutput(
             loss=loss,
             start_logits=start_logits,
@@ -303,7 +304,7 @@ class FrankensteinForMultipleChoice(FrankensteinClassifier):
         if labels is not None:
             labels = _class_labels(labels, logits.shape[:1], logits.shape[1])
             loss = self.loss_function(logits=logits, labels=labels, num_items_in_batch=kwargs.get("num_items_in_batch"))
-            loss = output.plus_aux_loss(loss)
+            loss = output.plus_aux_loss(loss, self.training, labels, kwargs.get("num_items_in_batch"))
         return MultipleChoiceModelOutput(
             loss=loss, logits=logits, hidden_states=output.hidden_states, attentions=output.attentions
         )

@@ -1,10 +1,19 @@
 """Normalisation layers and plain normalising functions; statistics in at least fp32."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .implementations import implementation
 from .ops.numerics import at_least_fp32
+
+
+def make_norm(config: Any) -> nn.Module:
+    """The norm `config` names, over its model width."""
+    spec, params = config.component("norm")
+    return implementation(spec)(config.hidden_size, config.rms_norm_eps, **vars(params))
 
 
 class RMSNorm(nn.Module):

@@ -3,7 +3,7 @@
 import torch
 
 from frankenstein_hf.configuration.registries import MIXERS
-from frankenstein_hf.modeling.context import make_context
+from frankenstein_hf.modeling.context import Batch, make_context
 from frankenstein_hf.modeling.implementations import implementation
 from frankenstein_hf.modeling.positions import RotaryEmbedding
 
@@ -29,18 +29,8 @@ def make_mixer(name: str, params: dict | None = None, seed: int = 0, **changes):
 
 def run(mixer, x: torch.Tensor, is_causal: bool = True, backend: str = "sdpa", input_ids=None) -> torch.Tensor:
     context = make_context(
-        shape=tuple(x.shape[:2]),
-        device=x.device,
-        attention_mask=None,
-        position_ids=None,
-        seq_idx=None,
-        cu_seq_lens_q=None,
-        look_for_documents=False,
-        past_length=0,
-        past_num_real=None,
-        past_keep=None,
+        Batch.like(x, input_ids=input_ids),
         is_causal=is_causal,
-        input_ids=input_ids,
         backend=backend,
         rotary_function=RotaryEmbedding(mixer.config),
     )

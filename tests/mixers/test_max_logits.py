@@ -1,4 +1,4 @@
-"""`MixerExtras.max_logits` of every mixer that claims them, against logits recomputed pair by pair."""
+"""`LayerExtras.max_logits` of every mixer that claims them, against logits recomputed pair by pair."""
 
 import numpy as np
 import pytest

@@ -90,9 +90,9 @@ def test_rk4_is_of_fourth_order_and_euler_of_first():
 
 def test_the_norm_of_the_layer_is_applied_at_every_stage():
     mixer = make_mixer("ode", {"steps": 1, "solver": "euler"})
-    norm, x = RMSNorm(D).double(), torch.randn(1, T, D, dtype=torch.float64)
-    inner = mixer.forward
-    mixer.forward = lambda h, context, cache=None: inner(h, context, cache, norm=norm)
+    layer, x = torch.nn.Module(), torch.randn(1, T, D, dtype=torch.float64)
+    layer.input_layernorm = RMSNorm(D).double()
+    mixer.join(layer)
     scaled = run(mixer, 3.0 * x)
     assert_near(scaled, run(mixer, x), rtol=1e-4, atol=1e-5)
 

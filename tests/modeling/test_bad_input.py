@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import frankenstein_hf as fhf
 from frankenstein_hf.configuration.component import MixerSpec
 from frankenstein_hf.configuration.registries import MIXERS
-from frankenstein_hf.modeling.context import make_context
+from frankenstein_hf.modeling.context import Batch, make_context
 
 from ..tiny import tiny_config, tiny_model, tokens
 
@@ -131,11 +131,8 @@ def test_an_unknown_key_in_a_saved_config_is_refused(tmp_path):
 
 def test_make_context_counts_positions_in_real_tokens():
     mask = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 1, 1, 0]])
-    context = make_context(
-        shape=(2, 5), device=mask.device, attention_mask=mask, position_ids=torch.tensor([[9, 0, 0, 9, 1]]),
-        seq_idx=None, cu_seq_lens_q=None, look_for_documents=True, past_length=0, past_num_real=None, past_keep=None,
-        is_causal=True, input_ids=None, backend="sdpa", rotary_function=None,
-    )  # fmt: skip
+    batch = Batch((2, 5), mask.device, mask, position_ids=torch.tensor([[9, 0, 0, 9, 1]]))
+    context = make_context(batch, is_causal=True, rotary_function=None)
     assert context.positions[0][mask[0].bool()].tolist() == [0, 0, 1]
     assert context.documents[0][mask[0].bool()].tolist() == [0, 1, 1]
     assert context.documents[1][:4].tolist() == [0, 1, 2, 2]

@@ -303,17 +303,18 @@ def test_losses_of_half_precision_models_are_computed_in_full(auto_name):
 
 @every_classifier
 def test_auxiliary_losses_of_mixers_are_added(auto_name, monkeypatch):
-    model, batch = head_model(auto_name, PATTERN).eval(), head_batch(auto_name, 3, 8)
+    model, batch = head_model(auto_name, PATTERN).train(), head_batch(auto_name, 3, 8)
     before = model(**batch).loss
     run = model.model.forward
 
     def with_auxiliary_loss(*args: Any, **kwargs: Any) -> Any:
         output = run(*args, **kwargs)
-        output.aux_loss = torch.tensor(2.5)
+        output.aux_losses = {"one": torch.tensor(1.0), "two": torch.tensor(1.5)}
         return output
 
     monkeypatch.setattr(model.model, "forward", with_auxiliary_loss)
     assert_near(model(**batch).loss, before + 2.5)
+    assert_near(model.eval()(**batch).loss, before)  # so that evaluations stay comparable
 
 
 # ---------------------------------------------------------------------- bad labels

@@ -3,7 +3,7 @@
 Shapes: B batch, T time, R rows, L row length, D model width, H heads, W head width.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,23 +11,10 @@ from transformers import initialization as init
 
 from ..cache import MixerStateLayer, States
 from ..context import Rows, SequenceContext
+from ..extras import LayerExtras, summed
 from ..ops.backend import computing
 from ..ops.numerics import at_least_fp32
 from ..ops.short_convolution import short_convolution
-
-
-class MixerExtras(NamedTuple):
-    """What a mixer returns beside its output.
-
-    Attributes:
-        weights: Attention weights [B, H, T, S] when asked for and materialised.
-        aux_losses: Scalars to add to the training loss.
-        max_logits: [H] largest attention logits between visible tokens, scaled and before any mask, when asked for.
-    """
-
-    weights: Tensor | None = None
-    aux_losses: tuple[Tensor, ...] = ()
-    max_logits: Tensor | None = None
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -41,7 +28,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 class Mixer(nn.Module):
-    """Base of all mixers: `forward(hidden_states [B, T, D], context, cache) -> ([B, T, D], MixerExtras | None)`.
+    """Base of all mixers: `forward(hidden_states [B, T, D], context, cache) -> ([B, T, D], LayerExtras | None)`.
 
     Args:
         config: A `FrankensteinConfig`.
@@ -66,9 +53,22 @@ class Mixer(nn.Module):
     def init_parameters(self) -> None:
         """Fill raw parameters and buffers, through `transformers.initialization` only."""
 
+    def join(self, layer: nn.Module) -> None:
+        """Become the mixer of `layer`; a plain reference, which registers no parameter twice."""
+        self.__dict__["_layer"] = layer
+
+    def normed(self, x: Tensor) -> Tensor:
+        """`x` through the norm of the layer; as it is in a mixer on its own."""
+        layer = self.__dict__.get("_layer")
+        return x if layer is None else layer.input_layernorm(x)
+
+    def input_norm(self, x: Tensor) -> Tensor:
+        """What the layer does to the stream before `forward`; the identity in mixers that take the stream itself."""
+        return self.normed(x)
+
     def forward(
         self, hidden_states: Tensor, context: SequenceContext, cache: Any = None
-    ) -> tuple[Tensor, MixerExtras | None]:
+    ) -> tuple[Tensor, LayerExtras | None]:
         """Mix the sequence. See the class."""
         raise NotImplementedError
 
@@ -78,7 +78,7 @@ class RowMixer(Mixer):
 
     def forward(
         self, hidden_states: Tensor, context: SequenceContext, cache: Any = None
-    ) -> tuple[Tensor, MixerExtras | None]:
+    ) -> tuple[Tensor, LayerExtras | None]:
         layer = None if cache is None else cache.layers[self.layer_idx]
         with computing(context.backend, type(self).__name__ if isinstance(self, RecurrentMixer) else None):
             mixed = [self.mix(rows.compact(hidden_states), rows, layer) for rows in context.rows]
@@ -88,13 +88,14 @@ class RowMixer(Mixer):
             return output, None
         weights = [extra.weights for extra in extras if extra.weights is not None]
         largest = [extra.max_logits for extra in extras if extra.max_logits is not None]
-        return output, MixerExtras(
+        return output, LayerExtras(
             context.restore_weights(weights) if context.output_attentions and weights else None,
-            tuple(loss for extra in extras for loss in extra.aux_losses),
             torch.stack(largest).amax(0) if largest else None,
+            summed(extra.aux_losses for extra in extras),
+            LayerExtras.merged(extras).metrics,
         )
 
-    def mix(self, x: Tensor, rows: Rows, layer: MixerStateLayer | None) -> tuple[Tensor, MixerExtras | None]:
+    def mix(self, x: Tensor, rows: Rows, layer: MixerStateLayer | None) -> tuple[Tensor, LayerExtras | None]:
         """[R, L, D] -> [R, L, D], and what is to be said of these rows besides; weights are [R, H, L, L]."""
         raise NotImplementedError
 
@@ -144,7 +145,7 @@ class RecurrentMixer(RowMixer):
         """The states after `inputs`; replays a call when a cache rolls back."""
         return self.scan(inputs, states, lengths)[1]
 
-    def mix(self, x: Tensor, rows: Rows, layer: MixerStateLayer | None) -> tuple[Tensor, MixerExtras | None]:
+    def mix(self, x: Tensor, rows: Rows, layer: MixerStateLayer | None) -> tuple[Tensor, LayerExtras | None]:
         sequential = rows.context.backend == "eager"
         inputs = self.project(x, rows)
         states = (layer.read(self.advance) if layer is not None else None) or {}

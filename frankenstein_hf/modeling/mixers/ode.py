@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from ..attention_backends import dense_attention, dense_max_logits
 from ..context import SequenceContext
+from ..extras import LayerExtras
 from ..positions import apply_rotary
-from .base import MixerExtras, merge_heads, split_heads
+from .base import merge_heads, split_heads
 from .standard import StandardAttention
 
 Function = Callable[[Tensor], Tensor]
@@ -51,10 +52,14 @@ class ODEAttention(StandardAttention):
         super().__init__(config, layer_idx)
         self.gate_proj = nn.Linear(4 * self.hidden_size, self.hidden_size) if self.params.gate else None
 
+    def input_norm(self, x: Tensor) -> Tensor:
+        """The stream comes as it is: every stage norms its own state."""
+        return x
+
     def forward(
-        self, hidden_states: Tensor, context: SequenceContext, cache: Any = None, norm: nn.Module | None = None
-    ) -> tuple[Tensor, MixerExtras | None]:
-        """Residual stream [B, T, D] and the layer's norm (none: the identity) -> the change of the stream.
+        self, hidden_states: Tensor, context: SequenceContext, cache: Any = None
+    ) -> tuple[Tensor, LayerExtras | None]:
+        """Residual stream [B, T, D] -> its change.
 
         Attention weights, where asked for, are those of the first stage; the largest logits those of any stage.
         """
@@ -67,7 +72,7 @@ class ODEAttention(StandardAttention):
         dropout = self.config.attention_dropout if self.training else 0.0
 
         def f(h: Tensor) -> Tensor:
-            x = h if norm is None else norm(h)
+            x = self.normed(h)
             query = apply_rotary(split_heads(self.q_proj(x), self.num_heads), *rotary)
             key = apply_rotary(split_heads(self.k_proj(x), self.num_key_value_heads), *rotary)
             value = split_heads(self.v_proj(x), self.num_key_value_heads)
@@ -83,7 +88,7 @@ class ODEAttention(StandardAttention):
             return output if context.all_real else output.masked_fill(~context.keep[..., None], 0.0)
 
         change = eager_ode(hidden_states, f, self.params.steps, self.params.solver, self.gate_proj)
-        return change, MixerExtras(
+        return change, LayerExtras(
             stages[0] if context.output_attentions else None,
             max_logits=torch.stack(largest).amax(0) if largest else None,
         )

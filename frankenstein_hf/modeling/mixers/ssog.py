@@ -13,9 +13,10 @@ from transformers import initialization as init
 
 from ..cache import MixerStateLayer
 from ..context import Rows
+from ..extras import LayerExtras
 from ..ops.gaussian_field import apply_band, gaussian_band
 from ..ops.numerics import at_least_fp32, full_precision
-from .base import MixerExtras, RowMixer, merge_heads, split_heads
+from .base import RowMixer, merge_heads, split_heads
 
 
 @full_precision
@@ -103,7 +104,7 @@ class SeparableGaussianField(RowMixer):
             logits = logits + gates[2] * residual(self.weight_proj, 1)[0]
         return μ, σ, logits.softmax(2), F.softplus(at_least_fp32(self.raw_temperature)) + 0.5
 
-    def mix(self, x: Tensor, rows: Rows, layer: MixerStateLayer | None) -> tuple[Tensor, MixerExtras | None]:
+    def mix(self, x: Tensor, rows: Rows, layer: MixerStateLayer | None) -> tuple[Tensor, LayerExtras | None]:
         size = rows.size
         if self.num_axes == 2:
             size = self._raster_size(rows)

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from ..attention_backends import dense_attention, dense_max_logits
 from ..context import SequenceContext
+from ..extras import LayerExtras
 from ..ops.scored_attention import eager_attention
 from ..positions import apply_rotary
-from .base import Mixer, MixerExtras, merge_heads, split_heads
+from .base import Mixer, merge_heads, split_heads
 
 eager_standard = eager_attention  # softmax(q kᵀ / √W) v, scores materialised
 
@@ -44,7 +45,7 @@ class StandardAttention(Mixer):
 
     def forward(
         self, hidden_states: Tensor, context: SequenceContext, cache: Any = None
-    ) -> tuple[Tensor, MixerExtras | None]:
+    ) -> tuple[Tensor, LayerExtras | None]:
         query = split_heads(self.q_proj(hidden_states), self.num_heads)
         key = split_heads(self.k_proj(hidden_states), self.num_key_value_heads)
         value = self.value(hidden_states, key, context)
@@ -56,7 +57,7 @@ class StandardAttention(Mixer):
         dropout = self.config.attention_dropout if self.training else 0.0
         output, weights = dense_attention(self, query, key, value, context, scale=self.scaling, dropout=dropout)
         output = self.readout(output, own_value, hidden_states)
-        return self.o_proj(merge_heads(output)), MixerExtras(
+        return self.o_proj(merge_heads(output)), LayerExtras(
             weights if context.output_attentions else None,
             max_logits=dense_max_logits(query, key, context, self.scaling),
         )

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from ..cache import MixerStateLayer, States
 from ..context import Rows
+from ..extras import LayerExtras
 from ..ops.max_logits import max_logits
 from ..ops.scored_attention import eager_attention, scored_attention
 from ..ops.window_attention import window_attention
 from ..positions import apply_rotary
-from .base import MixerExtras, RowMixer, last_real, merge_heads, split_heads
+from .base import RowMixer, last_real, merge_heads, split_heads
 
 
 def eager_swa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -63,7 +64,7 @@ class SlidingWindowAttention(RowMixer):
         rotary = rows.rotary(self.head_dim)
         return apply_rotary(q, *rotary), apply_rotary(k, *rotary), v
 
-    def mix(self, x: Tensor, rows: Rows, layer: MixerStateLayer | None) -> tuple[Tensor, MixerExtras | None]:
+    def mix(self, x: Tensor, rows: Rows, layer: MixerStateLayer | None) -> tuple[Tensor, LayerExtras | None]:
         q, k, v = self.heads(x, rows)
         states = None if layer is None else layer.read(self.advance)
         if states is None:
@@ -74,7 +75,7 @@ class SlidingWindowAttention(RowMixer):
             inputs = {"key": k.transpose(1, 2), "value": v.transpose(1, 2)}
             states = self.advance(inputs, states or {}, rows.lengths)
             layer.write(states, inputs, rows.context.keep, rows.context.all_real)
-        return self.o_proj(merge_heads(output)), MixerExtras(weights, max_logits=self.max_logits(q, k, rows))
+        return self.o_proj(merge_heads(output)), LayerExtras(weights, max_logits=self.max_logits(q, k, rows))
 
     def window(self, is_causal: bool) -> dict[str, int]:
         """Tokens a query sees to either side, itself not counted."""

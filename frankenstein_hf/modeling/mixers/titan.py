@@ -12,10 +12,11 @@ from transformers import initialization as init
 
 from ..cache import MixerStateLayer, States
 from ..context import Rows
+from ..extras import LayerExtras
 from ..norms import l2_normalize
 from ..ops.neural_memory import MemoryState, neural_memory, recall, surprise
 from ..ops.numerics import at_least_fp32, full_precision
-from .base import GatedHeadNorm, MixerExtras, merge_heads
+from .base import GatedHeadNorm, merge_heads
 from .swa import SlidingWindowAttention
 
 
@@ -75,7 +76,7 @@ class Titan(SlidingWindowAttention):
         bias = torch.tensor([4.0, 2.0, 0.0], device=self.memory.device).repeat_interleave(self.num_heads)
         init.copy_(self.rates_proj.bias, bias)
 
-    def mix(self, x: Tensor, rows: Rows, layer: MixerStateLayer | None) -> tuple[Tensor, MixerExtras | None]:
+    def mix(self, x: Tensor, rows: Rows, layer: MixerStateLayer | None) -> tuple[Tensor, LayerExtras | None]:
         q, k, v = self.heads(x, rows)
         inputs = self.memorable(x) | {"key": k.transpose(1, 2), "value": v.transpose(1, 2)}
         states = (layer.read(self.advance_all) if layer is not None else None) or {}
@@ -97,7 +98,7 @@ class Titan(SlidingWindowAttention):
         if layer is not None:
             states = self._advance_ring(inputs, states, rows.lengths) | memory
             layer.write(states, inputs, rows.context.keep, rows.context.all_real)
-        return self.o_proj(output), MixerExtras(weights, max_logits=self.max_logits(q, k, rows))
+        return self.o_proj(output), LayerExtras(weights, max_logits=self.max_logits(q, k, rows))
 
     def memorable(self, x: Tensor) -> States:
         """[R, L, D] -> what the memory learns from each token and how fast."""

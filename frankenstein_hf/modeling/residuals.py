@@ -1,0 +1,80 @@
+"""How layers are joined in depth: what a sublayer reads of the residual stream, and what becomes of its change.
+
+Shapes: B batch, T tokens, D model width. A stream is whatever its scheme makes of [B, T, D]: one tensor or a tuple.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+Stream = Any
+
+
+class Connection(nn.Module):
+    """One site of the standard scheme, x + F(norm(x)): it reads the stream as it is and adds the change.
+
+    Args:
+        config: A `FrankensteinConfig`.
+        layer_idx: The layer.
+        site: "mixer" or "mlp".
+    """
+
+    def __init__(self, config: Any, layer_idx: int, site: str) -> None:
+        super().__init__()
+
+    def init_parameters(self) -> None:
+        """Fill raw parameters and buffers, through `transformers.initialization` only."""
+
+    def read(self, stream: Stream, loop: int) -> tuple[Tensor, Any]:
+        """The sublayer's input [B, T, D], and what `write` needs to know; `loop` counts rounds of looped depth."""
+        return stream, stream
+
+    def write(self, stream: Stream, carry: Any, change: Tensor, loop: int) -> Stream:
+        """The stream after the sublayer returned `change` [B, T, D]."""
+        return carry + change
+
+
+class ResidualStream(nn.Module):
+    """The standard scheme, where the stream is the hidden states [B, T, D] themselves; base of the others.
+
+    Args:
+        config: A `FrankensteinConfig`.
+    """
+
+    connection: type[Connection] = Connection
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+
+    def init_parameters(self) -> None:
+        """Fill raw parameters and buffers, through `transformers.initialization` only."""
+
+    def enter(self, embeddings: Tensor) -> Stream:
+        """The stream before the first layer."""
+        return embeddings
+
+    def loop(self, stream: Stream, run: Callable[[Stream], Stream], loop: int) -> Stream:
+        """Round `loop` of the looped layers, which `run` computes."""
+        return run(stream)
+
+    def view(self, stream: Stream) -> Tensor:
+        """The stream as hidden states [B, T, D], for whoever looks in between."""
+        return stream
+
+    def leave(self, stream: Stream) -> Tensor:
+        """[B, T, D] before the final norm."""
+        return self.view(stream)
+
+
+class ReplacingConnection(Connection):
+    """F(norm(x)) without the sum."""
+
+    def write(self, stream: Stream, carry: Any, change: Tensor, loop: int) -> Stream:
+        return change
+
+
+class NoResidual(ResidualStream):
+    """Layers without skips, to see what they are worth: each output replaces the stream."""
+
+    connection = ReplacingConnection
