@@ -7,7 +7,8 @@ Rollback: while `record_past` is on, a state layer keeps the inputs each call fe
 `crop` only marks how far to go back; the next `read` replays the recurrence from the nearest kept state.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +41,15 @@ class _Record:
 
 
 class _RealTokens:
-    """Bookkeeping both layer kinds share."""
+    """Bookkeeping both layer kinds share.
+
+    Attributes:
+        is_broken: Whether a call raised after a layer of the cache had counted its tokens (see `whole_call`).
+    """
 
     num_real: Tensor | None
     cumulative_length: int
+    is_broken: bool
 
     def _count(self, keep: Tensor) -> None:
         now = keep.sum(1)
@@ -78,6 +84,7 @@ class MixerStateLayer(_RealTokens, CacheLayerMixin):
         self.states: States = {}
         self.num_real = None
         self.cumulative_length = 0
+        self.is_broken = False
         self.is_initialized = False
         self._history: list[_Record] = []
         self._replay_to: int | None = None  # physical length the stale `states` must be brought back to
@@ -234,6 +241,7 @@ class MixerKVLayer(_RealTokens, DynamicLayer):
         self.keep: Tensor | None = None  # [B, S]; None when all are real
         self.num_real = None
         self.cumulative_length = 0
+        self.is_broken = False
 
     # ------------------------------------------------------------------ used by mixers
 
@@ -426,6 +434,32 @@ MixerStaticStateLayer._layer_type = STATE_LAYER_TYPE
 MixerStaticKVLayer._layer_type = KV_LAYER_TYPE
 STATIC_LAYER_TYPE_MAPPING.setdefault(STATE_LAYER_TYPE, MixerStaticStateLayer)
 STATIC_LAYER_TYPE_MAPPING.setdefault(KV_LAYER_TYPE, MixerStaticKVLayer)
+
+
+@contextmanager
+def whole_call(cache: Any) -> Iterator[None]:
+    """A call takes effect in all layers of `cache` (or None), or the cache says from then on that it is broken."""
+    before = _tokens_counted(cache)
+    try:
+        yield
+    except BaseException:  # an interrupt from the keyboard too
+        if _tokens_counted(cache) != before:
+            for layer in cache.layers:
+                layer.is_broken = True
+        raise
+
+
+def _tokens_counted(cache: Any) -> Any:
+    return sum(layer.get_seq_length() for layer in getattr(cache, "layers", ()))
+
+
+def check_whole(cache: Any) -> None:
+    """Raise ValueError if an earlier call with `cache` has left it broken."""
+    if any(getattr(layer, "is_broken", False) for layer in cache.layers):
+        raise ValueError(
+            "An earlier call with this cache raised after layers had counted its tokens, so the cache is no longer "
+            "that of any sequence. Start anew with an empty cache, or empty this one with cache.reset()."
+        )
 
 
 def cache_num_bytes(cache: Any) -> int:

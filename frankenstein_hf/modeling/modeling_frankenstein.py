@@ -12,6 +12,7 @@ from transformers.utils import can_return_tuple, logging
 from transformers.utils.deprecation import deprecate_kwarg
 
 from ..configuration.registries import MIXERS
+from .cache import whole_call
 from .context import Batch, make_context, packed_starts
 from .pretrained import FrankensteinPreTrainedModel
 from .stack import StackModel, StackOutput
@@ -180,24 +181,25 @@ class FrankensteinForCausalLM(FrankensteinPreTrainedModel, GenerationMixin):
             `loss`, `logits` [B, T, vocab_size], `cache`, `hidden_states`, `attentions`.
         """
         packing = {key: kwargs.get(key) for key in ("seq_idx", "cu_seq_lens_q")}
-        output = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=cache,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **for_stack(kwargs),
-        )
-        logits = self.lm_head(slice_logits_to_keep(output.last_hidden_state, logits_to_keep))
-        loss = None
-        if labels is not None:
-            batch = Batch.like(labels, attention_mask=attention_mask, position_ids=position_ids, **packing)
-            if (starts := packed_starts(batch)) is not None:
-                labels = labels.masked_fill(starts, -100)
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-            shifted = kwargs.get("shift_labels", labels[:, 1:])
-            loss = output.plus_aux_loss(loss, self.training, shifted, kwargs.get("num_items_in_batch"))
+        with whole_call(cache):
+            output = self.model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                cache=cache,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                **for_stack(kwargs),
+            )
+            logits = self.lm_head(slice_logits_to_keep(output.last_hidden_state, logits_to_keep))
+            loss = None
+            if labels is not None:
+                batch = Batch.like(labels, attention_mask=attention_mask, position_ids=position_ids, **packing)
+                if (starts := packed_starts(batch)) is not None:
+                    labels = labels.masked_fill(starts, -100)
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+                shifted = kwargs.get("shift_labels", labels[:, 1:])
+                loss = output.plus_aux_loss(loss, self.training, shifted, kwargs.get("num_items_in_batch"))
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

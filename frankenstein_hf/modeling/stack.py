@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from ..configuration.component import Round
 from ..configuration.registries import MIXERS
+from .cache import check_whole, whole_call
 from .context import Past, SequenceContext
 from .extras import LayerExtras, summed
 from .implementations import component_class
@@ -157,11 +158,12 @@ class StackModel(FrankensteinPreTrainedModel):
         )
         if not context.all_real:  # whatever stands at a pad, NaN included, must not reach a product
             embeddings = embeddings.masked_fill(~context.keep[..., None], 0.0)
-        stream = self.residual.enter(embeddings)
-        for part in self._rounds():
-            run = partial(self._run_round, part=part, context=context, cache=cache, collected=collected)
-            stream = self.residual.loop(stream, run, part.loop) if part.looped else run(stream)
-        hidden_states = self.norm(self.residual.leave(stream))
+        with whole_call(cache):
+            stream = self.residual.enter(embeddings)
+            for part in self._rounds():
+                run = partial(self._run_round, part=part, context=context, cache=cache, collected=collected)
+                stream = self.residual.loop(stream, run, part.loop) if part.looped else run(stream)
+            hidden_states = self.norm(self.residual.leave(stream))
         kept = collected.hidden_states
         return StackOutput(
             last_hidden_state=hidden_states,
@@ -213,7 +215,7 @@ class StackModel(FrankensteinPreTrainedModel):
         """What `make_context` wants to know of a cache, None without one; an empty one gets its layers here.
 
         Raises:
-            ValueError: The model is bidirectional, or the cache was made for other layers or is out of step.
+            ValueError: The model is bidirectional, or the cache was made for other layers, is out of step or broken.
         """
         if cache is None:
             return None
@@ -221,6 +223,7 @@ class StackModel(FrankensteinPreTrainedModel):
             raise ValueError("A bidirectional model has no cache: later tokens change earlier outputs.")
         types = self.config.layer_types_of(self._rounds())
         _fill_cache(cache, self.config, types)
+        check_whole(cache)
         lengths = [layer.get_seq_length() for layer in cache.layers[: len(types)]]
         if not isinstance(lengths[0], Tensor) and any(length != lengths[0] for length in lengths):
             raise ValueError(
