@@ -1,44 +1,65 @@
 """Any sequence mixer in a Hugging Face model, chosen per layer by name.
 
 Importing the package registers the model family with transformers' Auto classes and the optimizers with its `Trainer`.
+What it offers is imported when it is first used.
 """
 
-from .adapters import connect_peft
-from .attention_interface import register_attention_implementations
-from .auto import register
-from .components import list_mixers, mixer_spec, register_mixer
-from .configuration.configuration_frankenstein import FRANKENSTEIN_VERSION as __version__
-from .configuration.configuration_frankenstein import FrankensteinConfig
-from .hub import connect
-from .modeling.modeling_frankenstein import (
-    FrankensteinForCausalLM,
-    FrankensteinForMaskedLM,
-    FrankensteinModel,
-    FrankensteinPreTrainedModel,
-)
-from .modeling.modeling_frankenstein_heads import (
-    FrankensteinForMultipleChoice,
-    FrankensteinForQuestionAnswering,
-    FrankensteinForSequenceClassification,
-    FrankensteinForTokenClassification,
-)
-from .optim import (
-    create_optimizer,
-    describe_groups,
-    list_optimizers,
-    list_stabilizers,
-    optimizer_spec,
-    stabilizer_spec,
-    trainer_callbacks,
-    trainer_optimizer,
-)
-from .optim.trainer import register_with_trainer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-register()
-connect()
-register_attention_implementations()
-register_with_trainer()
-connect_peft()
+from .auto import register
+from .configuration.configuration_frankenstein import FRANKENSTEIN_VERSION as __version__
+
+if TYPE_CHECKING:
+    from .components import list_mixers, mixer_spec, register_mixer
+    from .configuration.configuration_frankenstein import FrankensteinConfig
+    from .modeling.modeling_frankenstein import FrankensteinForCausalLM, FrankensteinForMaskedLM, FrankensteinModel
+    from .modeling.modeling_frankenstein_heads import (
+        FrankensteinForMultipleChoice,
+        FrankensteinForQuestionAnswering,
+        FrankensteinForSequenceClassification,
+        FrankensteinForTokenClassification,
+    )
+    from .modeling.pretrained import FrankensteinPreTrainedModel
+    from .optim import (
+        create_optimizer,
+        describe_groups,
+        list_optimizers,
+        list_stabilizers,
+        optimizer_spec,
+        stabilizer_spec,
+        trainer_callbacks,
+        trainer_optimizer,
+    )
+
+# Where each public name is defined.
+_MODULES = {
+    "components": ("list_mixers", "mixer_spec", "register_mixer"),
+    "configuration.configuration_frankenstein": ("FrankensteinConfig",),
+    "modeling.modeling_frankenstein": (
+        "FrankensteinForCausalLM",
+        "FrankensteinForMaskedLM",
+        "FrankensteinModel",
+    ),
+    "modeling.modeling_frankenstein_heads": (
+        "FrankensteinForMultipleChoice",
+        "FrankensteinForQuestionAnswering",
+        "FrankensteinForSequenceClassification",
+        "FrankensteinForTokenClassification",
+    ),
+    "modeling.pretrained": ("FrankensteinPreTrainedModel",),
+    "optim": (
+        "create_optimizer",
+        "describe_groups",
+        "list_optimizers",
+        "list_stabilizers",
+        "optimizer_spec",
+        "stabilizer_spec",
+        "trainer_callbacks",
+        "trainer_optimizer",
+    ),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "FrankensteinConfig",
@@ -63,3 +84,17 @@ __all__ = [
     "trainer_callbacks",
     "trainer_optimizer",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})
+
+
+register()

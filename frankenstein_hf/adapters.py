@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
+from .after_import import after_import
 from .configuration.configuration_frankenstein import FrankensteinConfig
 from .configuration.registries import MIXERS
-from .hub import after_import
 from .modeling.implementations import implementation
 
 logger = logging.get_logger(__name__)

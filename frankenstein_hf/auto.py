@@ -1,12 +1,27 @@
-"""Registration with transformers' Auto classes and the tables `pipeline()` consults; runs on import of the package."""
+"""Registration with transformers and PEFT; runs on import of the package.
+
+Only the configuration is registered at once. All else waits until the module that it is registered with is imported:
+model classes for the Auto classes and `pipeline()`, attention implementations, optimizers, the targets of adapters.
+"""
 
 from importlib import import_module
+from types import ModuleType
 
-import transformers
 from transformers import AutoConfig
 
+from .after_import import after_import
 from .configuration.configuration_frankenstein import FrankensteinConfig
-from .modeling.hub_bundle import HEADS
+
+
+def register() -> None:
+    """Make transformers and PEFT know the family; safe to repeat."""
+    AutoConfig.register(FrankensteinConfig.model_type, FrankensteinConfig, exist_ok=True)
+    after_import("transformers.models.auto.modeling_auto", register_models)
+    after_import(f"{__package__}.modeling.hub_bundle", _install_toolkit)
+    after_import("transformers.modeling_utils", _register_attention)
+    after_import("transformers.training_args", _connect_optimizers)
+    after_import("transformers.trainer", _keep_cards)
+    after_import("peft", _connect_peft)
 
 
 def head_class(reference: str) -> type:
@@ -15,13 +30,44 @@ def head_class(reference: str) -> type:
     return getattr(import_module(f".modeling.{module}", __package__), name)
 
 
-def register() -> None:
-    """Make `AutoModelFor….from_pretrained` and `pipeline()` know the family; safe to repeat."""
-    AutoConfig.register(FrankensteinConfig.model_type, FrankensteinConfig, exist_ok=True)
+def register_models(modeling_auto: ModuleType) -> None:
+    """Make `AutoModelFor….from_pretrained` and `pipeline()` know our classes."""
+    from .modeling.hub_bundle import HEADS
+
     for auto_name, reference in HEADS.items():
-        auto_class = getattr(transformers, auto_name)
+        auto_class = getattr(modeling_auto, auto_name)
         model_class = head_class(reference)
         auto_class.register(FrankensteinConfig, model_class, exist_ok=True)
-        # the MODEL_FOR_…_MAPPING_NAMES of transformers.models.auto.modeling_auto
-        names = auto_class._model_mapping._model_mapping
-        names[FrankensteinConfig.model_type] = model_class.__name__
+        # the MODEL_FOR_…_MAPPING_NAMES, which pipelines consult
+        auto_class._model_mapping._model_mapping[FrankensteinConfig.model_type] = model_class.__name__
+
+
+def _install_toolkit(hub_bundle: ModuleType) -> None:
+    from .hub.bundle import bundle_sources
+    from .hub.cards import render
+
+    hub_bundle.install_toolkit(bundle_sources, render)
+
+
+def _register_attention(modeling_utils: ModuleType) -> None:
+    from .attention_interface import register_attention_implementations
+
+    register_attention_implementations()
+
+
+def _connect_optimizers(training_args: ModuleType) -> None:
+    from .optim.trainer import register_with_trainer
+
+    register_with_trainer()
+
+
+def _keep_cards(trainer: ModuleType) -> None:
+    from .hub.trainer import keep_our_cards
+
+    keep_our_cards(trainer)
+
+
+def _connect_peft(peft: ModuleType) -> None:
+    from .adapters import connect_peft
+
+    connect_peft()

@@ -7,13 +7,8 @@ the module of `Trainer` takes seconds that most programs need not spend; the wra
 """
 
 import functools
-import importlib.abc
-import importlib.machinery
 import shutil
-import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from transformers.modeling_utils import PreTrainedModel
@@ -23,38 +18,6 @@ from ..modeling.hub_bundle import bundle_files, read_card
 from .cards import is_generated, parse_card, render
 
 logger = logging.get_logger(__name__)
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds one module as the other finders would, and has `function` called with it once it has run."""
-
-    def __init__(self, name: str, function: Callable[[ModuleType], None]) -> None:
-        self.name, self.function = name, function
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self.name:
-            return None
-        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
-        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                self.function(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-def after_import(name: str, function: Callable[[ModuleType], None]) -> None:
-    """Call `function(module)` now if the module called `name` is loaded, else right after it is."""
-    if name in sys.modules:
-        function(sys.modules[name])
-    elif not any(isinstance(finder, _AfterImport) and finder.name == name for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport(name, function))
 
 
 def keep_our_cards(trainer_module: Any) -> None:

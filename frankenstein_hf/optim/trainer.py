@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers.utils import logging
 
+from ..after_import import after_import
 from ..configuration.component import did_you_mean
-from ..hub.trainer import after_import
 
 logger = logging.get_logger(__name__)
 

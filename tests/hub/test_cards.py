@@ -16,8 +16,8 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers import Trainer, TrainingArguments
 from transformers.pipelines import SUPPORTED_TASKS
 
+from frankenstein_hf.after_import import after_import
 from frankenstein_hf.hub.cards import TASKS, decode_state, render
-from frankenstein_hf.hub.trainer import after_import
 from frankenstein_hf.modeling.hub_bundle import HEADS
 from frankenstein_hf.training.results import Results
 from tests.tiny import tiny_config, tiny_model, tokens

@@ -1,0 +1,54 @@
+"""Importing the package is light, and everything it offers is there when it is used."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import frankenstein_hf as fhf
+
+
+def modules_after(code: str) -> set[str]:
+    code += "\nimport sys\nprint(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(run.stdout.split())
+
+
+def test_importing_loads_no_trainer_no_adapters_and_no_code_of_mixers_or_optimizers():
+    loaded = modules_after("import frankenstein_hf")
+    assert "frankenstein_hf.configuration.configuration_frankenstein" in loaded
+    heavy = [
+        name
+        for name in loaded
+        if name.startswith(("frankenstein_hf.modeling", "frankenstein_hf.optim", "peft"))
+        or name in ("transformers.trainer", "transformers.training_args", "transformers.models.auto.modeling_auto")
+    ]
+    assert not heavy
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from transformers import AutoModelForMaskedLM as A\nimport frankenstein_hf as f",
+        "import frankenstein_hf as f\nfrom transformers import AutoModelForMaskedLM as A",
+    ],
+)
+def test_the_auto_classes_know_the_family_in_either_order(code):
+    code += "\nc = f.FrankensteinConfig(vocab_size=9, hidden_size=8, num_attention_heads=2, num_hidden_layers=1,"
+    code += " layer_pattern='swa')\nassert type(A.from_config(c)) is f.FrankensteinForMaskedLM"
+    modules_after(code)
+
+
+@pytest.mark.parametrize("name", fhf.__all__)
+def test_every_public_name_is_there(name):
+    assert getattr(fhf, name) is not None and name in dir(fhf)
+
+
+def test_the_names_are_written_down_once_for_readers_and_type_checkers_alike():
+    source = Path(str(fhf.__file__)).read_text(encoding="utf-8")
+    block = source[source.index("if TYPE_CHECKING:") : source.index("# Where each")]
+    assert all(f" {name}," in block or f" {name}\n" in block for name in fhf._HOME)
+    assert {*fhf._HOME, "__version__"} == set(fhf.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        getattr(fhf, "nothing")  # noqa: B009
