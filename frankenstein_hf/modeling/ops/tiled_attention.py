@@ -1,0 +1,391 @@
+"""Softmax attention over a list of tiles: exact, at a cost proportional to the tiles, without a T×S tensor.
+
+Shapes: P independent key/value heads (batch · heads), N query heads that share one, T queries, S keys, D key width,
+        V value width; n queries and m keys of a tile.
+
+A tile is a set of queries and a set of keys that meet. A query may occur in any number of tiles; its softmax runs over
+the union of what it sees in them. Sparse patterns and selections differ only in their tiles. The backward pass computes
+the scores of a tile once more, so that nothing but the output and the log of each softmax's denominator is kept.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .numerics import LOG_TINY, at_least_fp32, full_precision, untraced
+
+Places = slice | Tensor
+
+
+class Tile(NamedTuple):
+    """Queries that meet keys.
+
+    Attributes:
+        queries: Places along T, a slice or distinct indices.
+        keys: Places along S, a slice or distinct indices.
+        hidden: Bool, True where a query does not see a key: [n', m], about the first n' ≤ n queries only. A pair may be
+            visible in one tile at most.
+        head: The one of the P heads the tile is about; None: all of them.
+        links: [blocks, e] places of further keys, of which every n/blocks consecutive queries meet e. `hidden` is then
+            [n, m + e].
+    """
+
+    queries: Places
+    keys: Places
+    hidden: Tensor | None = None
+    head: int | None = None
+    links: Tensor | None = None
+
+
+@untraced
+@full_precision
+def tiled_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tiles: Sequence[Tile],
+    *,
+    once: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """softmax(scale · q kᵀ, over the keys a query meets in the tiles) v.
+
+    Args:
+        query: [B, H, T, D].
+        key, value: [B, G, S, D] and [B, G, S, V], G dividing H; each serves H/G consecutive query heads. P = B·G.
+        tiles: What meets what; `head` counts b·G + g.
+        once: Whether every query is in exactly one tile and sees something there, which is cheaper.
+        scale: D^−½ by default.
+        dropout: Probability of dropping a weight.
+
+    Returns:
+        [B, H, T, V] in the dtype of `query`; zeros where a query sees nothing.
+    """
+    return _attend(query, key, value, tiles, scale, dropout, _Once if once else _Union)[0]
+
+
+@untraced
+@full_precision
+def tiled_attention_with_masses(
+    query: Tensor, key: Tensor, value: Tensor, tiles: Sequence[Tile], *, scale: float | None = None,
+    dropout: float = 0.0,
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """`tiled_attention`, and the part of each query's softmax that falls into each tile.
+
+    Returns:
+        Output [B, H, T, V], and for every tile [P or 1, n, N], at least fp32, without a gradient.
+    """
+    return _attend(query, key, value, tiles, scale, dropout, _UnionWithMasses)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, tiles: Sequence[Tile], scale: float | None, dropout: float, function: Any
+) -> tuple[Tensor, list[Tensor]]:
+    (B, H, T, D), G = query.shape, key.shape[1]
+    scale = D**-0.5 if scale is None else scale
+    q = (query * scale).view(B, G, H // G, T, D).transpose(2, 3).reshape(B * G, T, H // G, D)
+    q, k, v = (at_least_fp32(x).contiguous() for x in (q, key.flatten(0, 1), value.flatten(0, 1)))
+    seed = int(torch.randint(2**62, ())) if dropout else 0
+    masks = [None if t.hidden is None else q.new_zeros(t.hidden.shape).masked_fill_(t.hidden, -torch.inf) for t in tiles]
+    out = function.apply(q, k, v, tiles, masks, dropout, seed)
+    out, *masses = out if isinstance(out, tuple) else (out,)
+    out = out.view(B, G, T, H // G, -1).transpose(2, 3).reshape(B, H, T, -1)
+    return out.to(query.dtype), masses
+
+
+def _take(x: Tensor, places: Places, head: int | None) -> Tensor:
+    """x [P, T, …] -> [P or 1, n, …]; a view for slices."""
+    x = x if head is None else x[head : head + 1]
+    return x[:, places] if isinstance(places, slice) else x.index_select(1, places)
+
+
+def _put(x: Tensor, places: Places, head: int | None, new: Tensor) -> None:
+    x = x if head is None else x[head : head + 1]
+    if isinstance(places, slice):
+        x[:, places] = new
+    else:
+        x.index_copy_(1, places, new)
+
+
+def _add(x: Tensor, places: Places, head: int | None, new: Tensor) -> None:
+    x = x if head is None else x[head : head + 1]
+    if isinstance(places, slice):
+        x[:, places] += new
+    else:
+        x.index_add_(1, places, new)
+
+
+def _mask(scores: Tensor, mask: Tensor | None) -> None:
+    """Add a mask [n', m] of zeros and -inf to `scores` [p, n, N, m] in place; adding is ten times as fast as filling."""
+    if mask is not None:
+        scores[:, : mask.shape[0]].add_(mask.unsqueeze(-2))
+
+
+def _kept(weights: Tensor, dropout: float, seed: int, number: int) -> Tensor:
+    """Factor of the weights of tile `number`: 0 where dropped, else 1/(1 − dropout); the same in both passes."""
+    generator = torch.Generator(weights.device).manual_seed((seed + number * 0x9E3779B1) % 2**63)
+    return torch.empty_like(weights).bernoulli_(1 - dropout, generator=generator).div_(1 - dropout)
+
+
+class _Once(torch.autograd.Function):
+    """q [P, T, N, D] (scaled), k [P, S, D], v [P, S, V] -> o [P, T, N, V]; every query is in one tile."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], masks: list[Tensor | None], dropout: float,
+        seed: int,
+    ) -> Tensor:  # fmt: skip
+        o = q.new_zeros(*q.shape[:3], v.shape[-1])
+        for number, (tile, mask) in enumerate(zip(tiles, masks)):
+            q_t, k_t, v_t = _take(q, tile.queries, None), _take(k, tile.keys, None), _take(v, tile.keys, None)
+            w = _Once.weights(q_t, k_t, k, tile, mask)
+            if dropout:
+                w *= _kept(w, dropout, seed, number)
+            P, n, N, _ = q_t.shape
+            m = k_t.shape[1]
+            w = w.view(P, n * N, -1)
+            new = torch.bmm(w[..., :m], v_t)
+            if tile.links is not None:
+                blocks, e = tile.links.shape
+                linked = v.index_select(1, tile.links.flatten()).view(P * blocks, e, -1)
+                new += torch.bmm(w[..., m:].reshape(P * blocks, -1, e), linked).view(new.shape)
+            _put(o, tile.queries, None, new.view(P, n, N, -1))
+        ctx.save_for_backward(q, k, v, o)
+        ctx.rest = tiles, masks, dropout, seed
+        return o
+
+    @staticmethod
+    def weights(q_t: Tensor, k_t: Tensor, k: Tensor, tile: Tile, mask: Tensor | None) -> Tensor:
+        """Softmax [P, n, N, m + e] of one tile."""
+        P, n, N, D = q_t.shape
+        s = torch.bmm(q_t.reshape(P, n * N, D), k_t.mT)
+        if tile.links is not None:
+            blocks, e = tile.links.shape
+            linked = k.index_select(1, tile.links.flatten()).view(P * blocks, e, D)
+            s = torch.cat([s, torch.bmm(q_t.reshape(P * blocks, -1, D), linked.mT).view(P, n * N, e)], dim=-1)
+        s = s.view(P, n, N, -1)
+        _mask(s, mask)
+        return s.softmax(-1)
+
+    @staticmethod
+    @full_precision
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o = ctx.saved_tensors
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        do = do.contiguous()
+        delta = (do * o).sum(-1, keepdim=True)
+        tiles, masks, dropout, seed = ctx.rest
+        for number, (tile, mask) in enumerate(zip(tiles, masks)):
+            q_t, k_t, v_t = _take(q, tile.queries, None), _take(k, tile.keys, None), _take(v, tile.keys, None)
+            P, n, N, _ = q_t.shape
+            m = k_t.shape[1]
+            w = _Once.weights(q_t, k_t, k, tile, mask).view(P, n * N, -1)
+            q_t = q_t.reshape(P, n * N, -1)
+            do_t = _take(do, tile.queries, None).reshape(P, n * N, -1)
+            dw = torch.bmm(do_t, v_t.mT)
+            if tile.links is not None:
+                blocks, e = tile.links.shape
+                links = tile.links.flatten()
+                linked = [x.index_select(1, links).view(P * blocks, e, -1) for x in (k, v)]
+                q_l, do_l = (x.reshape(P * blocks, -1, x.shape[-1]) for x in (q_t, do_t))
+                dw = torch.cat([dw, torch.bmm(do_l, linked[1].mT).view(P, n * N, e)], dim=-1)
+            used = w
+            if dropout:
+                kept = _kept(w.view(P, n, N, -1), dropout, seed, number).view(w.shape)
+                dw, used = dw.mul_(kept), w * kept
+            _add(dv, tile.keys, None, torch.bmm(used[..., :m].mT, do_t))
+            if tile.links is not None:
+                used_l = used[..., m:].reshape(P * blocks, -1, e)
+                dv.index_add_(1, links, torch.bmm(used_l.mT, do_l).view(P, blocks * e, -1))
+            ds = dw.sub_(_take(delta, tile.queries, None).reshape(P, n * N, 1)).mul_(w)
+            new = torch.bmm(ds[..., :m], k_t)
+            _add(dk, tile.keys, None, torch.bmm(ds[..., :m].mT, q_t))
+            if tile.links is not None:
+                ds_l = ds[..., m:].reshape(P * blocks, -1, e)
+                new += torch.bmm(ds_l, linked[0]).view(new.shape)
+                dk.index_add_(1, links, torch.bmm(ds_l.mT, q_l).view(P, blocks * e, -1))
+            _put(dq, tile.queries, None, new.view(P, n, N, -1))
+        return dq, dk, dv, None, None, None, None
+
+
+class _Union(torch.autograd.Function):
+    """The same where queries are in any number of tiles: one softmax over what they see in all of them."""
+
+    want_masses = False
+
+    @classmethod
+    def forward(
+        cls, ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], masks: list[Tensor | None],
+        dropout: float, seed: int,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        P, T, N, _ = q.shape
+        o = q.new_zeros(P, T, N, v.shape[-1])
+        largest = q.new_full((P, T, N, 1), -torch.inf)
+        total = q.new_zeros(P, T, N, 1)
+        tile_lse = []
+        for number, ((queries, keys, _, head, _), mask) in enumerate(zip(tiles, masks)):
+            q_t, k_t, v_t = _take(q, queries, head), _take(k, keys, head), _take(v, keys, head)
+            p, n, m = q_t.shape[0], q_t.shape[1], k_t.shape[1]
+            s = torch.bmm(q_t.reshape(p, n * N, -1), k_t.mT).view(p, n, N, m)
+            _mask(s, mask)
+            before = _take(largest, queries, head)
+            now = torch.maximum(before, s.amax(-1, keepdim=True))
+            reference = now.masked_fill(now == -torch.inf, 0)
+            _exp_(s.sub_(reference), mask)
+            mass = s.sum(-1, keepdim=True)
+            if cls.want_masses:
+                tile_lse.append(reference + mass.log())
+            if dropout:
+                s *= _kept(s, dropout, seed, number)
+            shrink = (before - reference).exp_()
+            new = torch.bmm(s.view(p, n * N, m), v_t).view(p, n, N, -1)
+            _put(o, queries, head, new.addcmul_(_take(o, queries, head), shrink))
+            _put(total, queries, head, mass.addcmul_(_take(total, queries, head), shrink))
+            _put(largest, queries, head, now)
+        total.masked_fill_(total == 0, 1)
+        o /= total
+        lse = largest.masked_fill_(largest == -torch.inf, 0).add_(total.log_())
+        masses = [(part - _take(lse, tile.queries, tile.head)).exp_().squeeze(-1) for part, tile in zip(tile_lse, tiles)]
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.rest = tiles, masks, dropout, seed
+        ctx.mark_non_differentiable(*masses)
+        return o, *masses
+
+    @staticmethod
+    @full_precision
+    def backward(ctx: Any, do: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse = ctx.saved_tensors
+        N, do = q.shape[2], do.contiguous()
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        delta = (do * o).sum(-1, keepdim=True)
+        tiles, masks, dropout, seed = ctx.rest
+        for number, ((queries, keys, _, head, _), mask) in enumerate(zip(tiles, masks)):
+            q_t, k_t, v_t = _take(q, queries, head), _take(k, keys, head), _take(v, keys, head)
+            p, n, m = q_t.shape[0], q_t.shape[1], k_t.shape[1]
+            do_t = _take(do, queries, head).reshape(p, n * N, -1)
+            q_t = q_t.reshape(p, n * N, -1)
+            w = torch.bmm(q_t, k_t.mT).view(p, n, N, m)
+            _mask(w, mask)
+            _exp_(w.sub_(_take(lse, queries, head)), mask)
+            dw = torch.bmm(do_t, v_t.mT).view(p, n, N, m)
+            used = w
+            if dropout:
+                kept = _kept(w, dropout, seed, number)
+                dw, used = dw.mul_(kept), w * kept
+            _add(dv, keys, head, torch.bmm(used.view(p, n * N, m).mT, do_t))
+            ds = dw.sub_(_take(delta, queries, head)).mul_(w).view(p, n * N, m)
+            _add(dq, queries, head, torch.bmm(ds, k_t).view(p, n, N, -1))
+            _add(dk, keys, head, torch.bmm(ds.mT, q_t))
+        return dq, dk, dv, None, None, None, None
+
+
+class _UnionWithMasses(_Union):
+    want_masses = True
+
+
+def _exp_(scores: Tensor, mask: Tensor | None) -> None:
+    """exp in place, exactly zero where masked; clamped, because tiny numbers make exp and later products slow."""
+    scores.clamp_min_(LOG_TINY).exp_()
+    if mask is not None:
+        scores[:, : mask.shape[0]].mul_((mask == 0).to(scores.dtype).unsqueeze(-2))
+
+
+# ---------------------------------------------------------------------- selections
+
+
+def selected_tiles(
+    chosen: Tensor, block_size: int, num_keys: int, *, offset: int, is_causal: bool, most_queries: int = 1024
+) -> list[Tile]:
+    """Tiles of queries that each chose some blocks of keys, grouped by key block.
+
+    Args:
+        chosen: [P, T, blocks] bool. In causal mode no query chooses a block behind its own.
+        block_size: Keys of a block; the last block may be shorter.
+        num_keys: S.
+        offset: Position of query 0 among the keys.
+        is_causal: Whether a query sees nothing behind itself, which matters in its own block.
+        most_queries: Larger groups are cut.
+    """
+    P, T, blocks = chosen.shape
+    device = chosen.device
+    by_block = chosen.transpose(1, 2)
+    queries = by_block.nonzero()[:, 2]  # sorted by head, block, query
+    counts = by_block.sum(-1).flatten().tolist()
+    places = offset + torch.arange(T, device=device)
+    ends = (torch.arange(1, blocks + 1, device=device) * block_size).clamp_max(num_keys)
+    own = (by_block & (places < ends[:, None])).sum(-1).flatten().tolist()  # the first of a group, as it is sorted
+    tiles, start = [], 0
+    for number, (count, inside) in enumerate(zip(counts, own)):
+        head, block = divmod(number, blocks)
+        first = block * block_size
+        keys = slice(first, min(first + block_size, num_keys))
+        for begin in range(0, count, most_queries):
+            index = queries[start + begin : start + min(begin + most_queries, count)]
+            hidden = None
+            if is_causal and begin < inside:
+                at = places[index[: inside - begin]]
+                hidden = torch.arange(first, keys.stop, device=device) > at[:, None]
+            tiles.append(Tile(index, keys, hidden, head))
+        start += count
+    return tiles
+
+
+def selected_block_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    chosen: Tensor,
+    block_size: int,
+    *,
+    offset: int,
+    is_causal: bool,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    want_masses: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of every query to the blocks of keys it chose, with one softmax over their union.
+
+    Args:
+        query, key, value, scale, dropout: As in `tiled_attention`.
+        chosen: [B, G, T, blocks] bool, one selection for the query heads that share keys; or [B, H, T, blocks].
+        block_size, offset, is_causal: As in `selected_tiles`.
+        want_masses: Also return what part of the softmax falls into each block.
+
+    Returns:
+        [B, H, T, V]; and [B, G, T, blocks], the masses averaged over the query heads of a group, or None.
+    """
+    B, heads, T, blocks = chosen.shape
+    if heads != key.shape[1]:
+        key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
+    tiles = selected_tiles(chosen.flatten(0, 1), block_size, key.shape[2], offset=offset, is_causal=is_causal)
+    if not want_masses:
+        return tiled_attention(query, key, value, tiles, scale=scale, dropout=dropout), None
+    out, parts = tiled_attention_with_masses(query, key, value, tiles, scale=scale, dropout=dropout)
+    by_block = chosen.transpose(2, 3)
+    masses = torch.zeros(by_block.shape, dtype=parts[0].dtype, device=out.device)
+    masses.masked_scatter_(by_block, torch.cat([part.mean(-1).flatten() for part in parts]))
+    return out, masses.transpose(2, 3)
+
+
+@torch.no_grad()
+def top_blocks(scores: Tensor, number: int, allowed: Tensor) -> Tensor:
+    """The `number` best of the allowed blocks, ties to the lowest index.
+
+    Args:
+        scores: [..., blocks].
+        number: How many at most, ≥ 0.
+        allowed: Bool, broadcastable to `scores`.
+
+    Returns:
+        [..., blocks] bool.
+    """
+    scores = scores.double()  # fine enough that a tie can be broken below the last bit of fp32
+    rank = torch.arange(scores.shape[-1], device=scores.device)
+    scores = scores - rank * (scores.abs() * 2.0**-45 + 1e-300)
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    number = min(number, scores.shape[-1])
+    best = scores.topk(number, dim=-1, sorted=False).indices
+    return torch.zeros(scores.shape, dtype=torch.bool, device=scores.device).scatter_(-1, best, True) & allowed
