@@ -79,7 +79,7 @@ FORWARD: dict[str, Callable[..., tuple[Tensor, None]]] = {"xsa": xsa_forward}
 def register_attention_implementations() -> None:
     """Register every parameter-free mixer with `AttentionInterface` and `AttentionMaskInterface`."""
     for spec in MIXERS:
-        if spec.parameter_free(spec.params()):
+        if spec.parameter_free(spec.params()) and (spec.native_mask or spec.name in VISIBILITY):
             forward = FORWARD.get(spec.name, sdpa_attention_forward)
             AttentionInterface.register(f"frankenstein_{spec.name}", forward)
             AttentionMaskInterface.register(f"frankenstein_{spec.name}", partial(mixer_mask, spec))

@@ -37,9 +37,15 @@ def rotated(x):
     return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=1)
 
 
-def sees(params, i, j, is_causal):
+def sees(mixer, i, j, is_causal, length, head):
+    params = mixer.params
     if is_causal and j > i:
         return False
+    if hasattr(mixer, "patterns"):  # what these see is tested in test_sparse_patterns.py
+        i, j = torch.tensor(i), torch.tensor(j)
+        for heads, pattern in mixer.patterns(params, 0, mixer.num_heads):
+            if head in range(mixer.num_heads)[heads]:
+                return bool(pattern.visible(i, j, length, is_causal))
     if not hasattr(params, "window_size"):
         return True
     reach = params.window_size - params.num_sinks
@@ -73,7 +79,7 @@ def test_largest_logits_are_those_of_the_visible_real_pairs(name, is_causal, kin
                 logits = rotated(q[:, h]) @ rotated(k[:, h * mixer.num_key_value_heads // 4]).T / np.sqrt(6)
                 for i in range(len(places)):
                     for j in range(len(places)):
-                        if sees(mixer.params, i, j, is_causal):
+                        if sees(mixer, i, j, is_causal, len(places), h):
                             expected[h] = max(expected[h], logits[i, j])
     np.testing.assert_allclose(result[0].numpy(), expected, rtol=1e-5)
 

@@ -2,14 +2,16 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import frankenstein_hf as fhf
 from frankenstein_hf.configuration.registries import MIXERS
 
 from ..tiny import assert_near, tiny_config, tiny_model, tokens
 
-PARAMETER_FREE = sorted(spec.name for spec in MIXERS if spec.parameter_free(spec.params()))
+PARAMETER_FREE = sorted(
+    spec.name for spec in MIXERS if f"frankenstein_{spec.name}" in AttentionInterface._global_mapping
+)
 
 
 def llama(attn_implementation: str, mixer_params: dict) -> LlamaForCausalLM:

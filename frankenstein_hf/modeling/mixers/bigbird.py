@@ -6,7 +6,9 @@ from ..ops.patterns import BigBirdPattern, Pattern
 from ..ops.scored_attention import eager_attention
 from .sparse_attention import PatternAttention
 
-eager_bigbird = eager_attention  # softmax over {|i − j| ≤ w/2} ∪ random blocks ∪ global blocks; everything for a global i
+eager_bigbird = (
+    eager_attention  # softmax over {|i − j| ≤ w/2} ∪ random blocks ∪ global blocks; everything for a global i
+)
 
 
 class BigBird(PatternAttention):

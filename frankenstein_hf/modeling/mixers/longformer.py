@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ..context import SequenceContext
+from ..extras import LayerExtras
 from ..ops.patterns import Pattern, WindowPattern
 from ..ops.scored_attention import eager_attention, scored_attention
 from ..positions import apply_rotary
-from .base import MixerExtras, split_heads
+from .base import split_heads
 from .sparse_attention import Call, PatternAttention, Streams
 
 eager_longformer = eager_attention  # softmax over {|i − j| ≤ w/2 in steps of d + 1} ∪ 𝒢, everything for i ∈ 𝒢
@@ -44,13 +45,11 @@ class Longformer(PatternAttention):
         if self.params.separate_global:
             rotary = context.rotary(self.head_dim)
             streams["query_global"] = apply_rotary(split_heads(self.q_global_proj(x), self.num_heads), *rotary)
-            streams["key_global"] = apply_rotary(
-                split_heads(self.k_global_proj(x), self.num_key_value_heads), *rotary
-            )
+            streams["key_global"] = apply_rotary(split_heads(self.k_global_proj(x), self.num_key_value_heads), *rotary)
             streams["value_global"] = split_heads(self.v_global_proj(x), self.num_key_value_heads)
         return streams
 
-    def attend(self, streams: Streams, call: Call) -> tuple[Tensor, MixerExtras]:
+    def attend(self, streams: Streams, call: Call) -> tuple[Tensor, LayerExtras]:
         out, extras = super().attend(streams, call)
         L, S = out.shape[2], streams["key"].shape[2]
         here = [g for g in sorted(set(self.params.global_tokens)) if call.offset <= g < call.offset + L]
@@ -64,7 +63,7 @@ class Longformer(PatternAttention):
         if call.eager:
             rows, weights = eager_attention(q, *keys_values, mask, dropout=call.dropout)
             assert extras.weights is not None
-            extras = MixerExtras(extras.weights.index_copy(2, i - call.offset, weights))
+            extras = LayerExtras(extras.weights.index_copy(2, i - call.offset, weights))
         else:
             rows = scored_attention(q, *keys_values, mask, dropout=call.dropout)
         return out.index_copy(2, i - call.offset, rows), extras

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from ..cache import MixerKVLayer
 from ..context import Rows, SequenceContext
+from ..extras import LayerExtras, summed
 from ..ops.max_logits import max_logits
 from ..ops.patterns import Pattern, pattern_attention
 from ..positions import apply_rotary
-from .base import Mixer, MixerExtras, merge_heads, split_heads
+from .base import Mixer, merge_heads, split_heads
 
 Streams = dict[str, Tensor]
 
@@ -102,7 +103,7 @@ class SparseAttention(Mixer):
             q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
         return {"query": q, "key": k, "value": v}
 
-    def attend(self, streams: Streams, call: Call) -> tuple[Tensor, MixerExtras]:
+    def attend(self, streams: Streams, call: Call) -> tuple[Tensor, LayerExtras]:
         """Attention of the queries [r, H, L, W] among the streams to the keys [r, G, S, W].
 
         Returns:
@@ -114,7 +115,7 @@ class SparseAttention(Mixer):
 
     def forward(
         self, hidden_states: Tensor, context: SequenceContext, cache: Any = None, **streams: Tensor
-    ) -> tuple[Tensor, MixerExtras | None]:
+    ) -> tuple[Tensor, LayerExtras | None]:
         layer = None if cache is None else cache.layers[self.layer_idx]
         new = self.project(hidden_states, context) | streams
         whole = {}
@@ -146,10 +147,10 @@ class SparseAttention(Mixer):
         largest = [extra.max_logits for extra in extras if extra.max_logits is not None]
         if context.output_max_logits:
             largest += [m for rows in context.rows if (m := self.max_logits(new, rows)) is not None]
-        return self.o_proj(context.restore(outputs)), MixerExtras(
+        return self.o_proj(context.restore(outputs)), LayerExtras(
             context.restore_weights(weights) if weights else None,
-            tuple(loss for extra in extras for loss in extra.aux_losses),
             torch.stack(largest).amax(0) if largest else None,
+            summed(extra.aux_losses for extra in extras),
         )
 
     def _calls(
@@ -254,10 +255,10 @@ class PatternAttention(SparseAttention):
             return outputs[0], weights[0]
         return torch.cat(outputs, 1), None if weights[0] is None else torch.cat(weights, 1)  # type: ignore[arg-type]
 
-    def attend(self, streams: Streams, call: Call) -> tuple[Tensor, MixerExtras]:
+    def attend(self, streams: Streams, call: Call) -> tuple[Tensor, LayerExtras]:
         q, k, v = (streams[name] for name in ("query", "key", "value"))
         out, weights = self.core(q, k, v, call, self.params, self.layer_idx)
-        return out, MixerExtras(weights)
+        return out, LayerExtras(weights)
 
     def max_logits(self, streams: Streams, rows: Rows) -> Tensor | None:
         q, k = (_compact(rows, streams[name]) for name in ("query", "key"))

@@ -107,7 +107,7 @@ class WindowPattern(Pattern):
         return torch.tensor([g for g in self.global_tokens if g < S], dtype=torch.long, device=device)
 
     def tiles(self, T: int, S: int, offset: int, is_causal: bool, device: torch.device) -> Iterator[Tile]:
-        if self.dilation and T > 1:
+        if self.dilation:
             found = self._dilated(T, S, offset, is_causal, device)
         else:
             size = min(256, max(64, 1 << max(0, self.side - 1).bit_length()))
@@ -335,4 +335,3 @@ def pattern_attention(
         return out.view(B, H, T, -1), None
     tiles = list(pattern.tiles(T, S, offset, is_causal, device))
     return tiled_attention(query, key, value, tiles, once=pattern.once, scale=scale, dropout=dropout), None
-

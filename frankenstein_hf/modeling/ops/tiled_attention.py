@@ -89,7 +89,9 @@ def _attend(
     q = (query * scale).view(B, G, H // G, T, D).transpose(2, 3).reshape(B * G, T, H // G, D)
     q, k, v = (at_least_fp32(x).contiguous() for x in (q, key.flatten(0, 1), value.flatten(0, 1)))
     seed = int(torch.randint(2**62, ())) if dropout else 0
-    masks = [None if t.hidden is None else q.new_zeros(t.hidden.shape).masked_fill_(t.hidden, -torch.inf) for t in tiles]
+    masks = [
+        None if t.hidden is None else q.new_zeros(t.hidden.shape).masked_fill_(t.hidden, -torch.inf) for t in tiles
+    ]
     out = function.apply(q, k, v, tiles, masks, dropout, seed)
     out, *masses = out if isinstance(out, tuple) else (out,)
     out = out.view(B, G, T, H // G, -1).transpose(2, 3).reshape(B, H, T, -1)
@@ -248,7 +250,9 @@ class _Union(torch.autograd.Function):
         total.masked_fill_(total == 0, 1)
         o /= total
         lse = largest.masked_fill_(largest == -torch.inf, 0).add_(total.log_())
-        masses = [(part - _take(lse, tile.queries, tile.head)).exp_().squeeze(-1) for part, tile in zip(tile_lse, tiles)]
+        masses = [
+            (part - _take(lse, tile.queries, tile.head)).exp_().squeeze(-1) for part, tile in zip(tile_lse, tiles)
+        ]
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.rest = tiles, masks, dropout, seed
         ctx.mark_non_differentiable(*masses)
