@@ -82,7 +82,7 @@ def test_selected_blocks_share_one_softmax(heads, is_causal, scale):
     if is_causal:
         mask = mask & (torch.arange(S) <= i)
     out, masses = selected_block_attention(*leaves, chosen, block, offset=offset, is_causal=is_causal, want_masses=True)
-    q, k, v = leaves
+    q, k, _ = leaves
     weights = (q @ k.repeat_interleave(2, 1).mT * 6**-0.5).masked_fill(~mask, -1e300).softmax(-1)
     expected = torch.nn.functional.pad(weights, (0, 56 - S)).unflatten(-1, (7, 8)).sum(-1)
     torch.testing.assert_close(masses, expected.unflatten(1, (heads, -1)).mean(2), rtol=1e-9, atol=1e-12)

@@ -13,7 +13,7 @@ class LongformerParams(Params):
 
     window_size: int = param(256, "tokens of the window: half to either side of a query", minimum=1)
     dilation: int = param(0, "positions skipped between two keys of the window", minimum=0)
-    global_tokens: list[int] = param((0,), "positions that see, and are seen by, all", minimum=0)
+    global_tokens: tuple[int, ...] = param((0,), "positions that see, and are seen by, all", minimum=0)
     separate_global: bool = param(False, "compute what global tokens see with projections of their own")
 
     @property

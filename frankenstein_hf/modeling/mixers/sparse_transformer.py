@@ -10,7 +10,7 @@ eager_sparse_transformer = eager_attention  # softmax over 𝒜_i, strided or fi
 
 
 class SparseTransformer(PatternAttention):
-    """Heads that see the last l keys and every l-th, and heads that see their block and summaries (arXiv 1904.10509)."""
+    """Heads that see the last l keys and every l-th; heads that see their block and summaries (arXiv 1904.10509)."""
 
     @staticmethod
     def patterns(params: Any, layer_idx: int, num_heads: int) -> list[tuple[slice, Pattern]]:

@@ -71,7 +71,7 @@ class Pattern:
 
 @dataclass
 class WindowPattern(Pattern):
-    """The keys at most `side` steps away, every (dilation + 1)-th of them, and some tokens that see and are seen by all.
+    """The keys at most `side` steps of dilation + 1 away, and some tokens that see and are seen by all.
 
     Attributes:
         side: Steps to either side, ≥ 0.

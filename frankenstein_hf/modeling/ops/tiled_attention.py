@@ -121,7 +121,7 @@ def _add(x: Tensor, places: Places, head: int | None, new: Tensor) -> None:
 
 
 def _mask(scores: Tensor, mask: Tensor | None) -> None:
-    """Add a mask [n', m] of zeros and -inf to `scores` [p, n, N, m] in place; adding is ten times as fast as filling."""
+    """Add a mask [n', m] of zeros and -inf to `scores` [p, n, N, m] in place; ten times as fast as filling."""
     if mask is not None:
         scores[:, : mask.shape[0]].add_(mask.unsqueeze(-2))
 
@@ -313,7 +313,7 @@ def selected_tiles(
         is_causal: Whether a query sees nothing behind itself, which matters in its own block.
         most_queries: Larger groups are cut.
     """
-    P, T, blocks = chosen.shape
+    T, blocks = chosen.shape[1:]
     device = chosen.device
     by_block = chosen.transpose(1, 2)
     queries = by_block.nonzero()[:, 2]  # sorted by head, block, query
@@ -361,7 +361,7 @@ def selected_block_attention(
     Returns:
         [B, H, T, V]; and [B, G, T, blocks], the masses averaged over the query heads of a group, or None.
     """
-    B, heads, T, blocks = chosen.shape
+    heads = chosen.shape[1]
     if heads != key.shape[1]:
         key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
     tiles = selected_tiles(chosen.flatten(0, 1), block_size, key.shape[2], offset=offset, is_causal=is_causal)
