@@ -41,9 +41,13 @@ class MixerProjections:
     def __iter__(self) -> Iterator[str]:
         names = set(self.more)
         for spec in MIXERS:
-            with torch.device("meta"):
-                mixer = implementation(spec)(FrankensteinConfig(layer_pattern=[spec.name], num_hidden_layers=1), 0)
-            names |= {f"mixer.{name}" for name, module in mixer.named_modules() if isinstance(module, nn.Linear)}
+            for params in ({}, dict(spec.small_params)):  # parameters may add projections
+                config = FrankensteinConfig(
+                    layer_pattern=[spec.name], num_hidden_layers=1, mixer_params={spec.name: params}
+                )
+                with torch.device("meta"):
+                    mixer = implementation(spec)(config, 0)
+                names |= {f"mixer.{name}" for name, module in mixer.named_modules() if isinstance(module, nn.Linear)}
         return iter(sorted(names))
 
 

@@ -9,7 +9,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .context import SequenceContext
 from .ops.backend import TRITON
 from .ops.max_logits import max_logits
-from .ops.scored_attention import eager_attention, scored_attention
+from .ops.scored_attention import eager_attention, equal_widths, scored_attention
 
 
 def dense_attention(
@@ -35,6 +35,8 @@ def dense_attention(
         is_causal = context.causal_flag
         return scored_attention(query, key, value, mask, is_causal=is_causal, scale=scale, dropout=dropout), None
     function = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention)
+    width = value.shape[-1]
+    query, key, value = equal_widths(query, key, value)
     output, weights = function(
         module,
         query,
@@ -46,7 +48,8 @@ def dense_attention(
         is_causal=context.is_causal,
         **context.kernel_kwargs,
     )
-    return output.transpose(1, 2), weights
+    output = output.transpose(1, 2)
+    return output if output.shape[-1] == width else output[..., :width], weights
 
 
 def dense_max_logits(query: Tensor, key: Tensor, context: SequenceContext, scale: float) -> Tensor | None:

@@ -229,11 +229,14 @@ class MixerKVLayer(_RealTokens, DynamicLayer):
 
     A mixer with one pair of keys and values calls `append`. One that keeps something else, or several pairs, calls
     `count` once a forward and `extend` for each stream. Every stream has the batch on its first and time on its last
-    axis but one.
+    axis but one. What does not grow by one entry a token (the tail of a convolution, slots that several tokens share)
+    lives in `tail`, a layer of named states that is read and written as such and rolls back, reorders and moves with
+    the rest; with one in use, `crop` needs the past to be recorded.
     """
 
     _layer_type: str | None = KV_LAYER_TYPE
     supports_early_init = False
+    tail_class: type[MixerStateLayer] = MixerStateLayer
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
@@ -242,6 +245,8 @@ class MixerKVLayer(_RealTokens, DynamicLayer):
         self.num_real = None
         self.cumulative_length = 0
         self.is_broken = False
+        self.device = None  # type: ignore[assignment]
+        self.tail = self.tail_class()
 
     # ------------------------------------------------------------------ used by mixers
 
@@ -256,6 +261,7 @@ class MixerKVLayer(_RealTokens, DynamicLayer):
             self.keep = keep.new_ones(len(keep), self.cumulative_length)
         if self.keep is not None:
             self.keep = torch.cat([self.keep, keep], dim=1)
+        self.device = keep.device
         self._count(keep)
 
     def extend(self, name: str, new: Tensor) -> Tensor:
@@ -271,8 +277,7 @@ class MixerKVLayer(_RealTokens, DynamicLayer):
                 f"The stream {name!r} would hold {whole.shape[-2]} tokens of {self.cumulative_length} seen; call "
                 "count() once in every forward and extend() every stream by all of its tokens."
             )
-        if not self.is_initialized:
-            self.device, self.is_initialized = new.device, True
+        self.is_initialized = True
         self.streams[name] = whole
         return whole
 
@@ -285,19 +290,35 @@ class MixerKVLayer(_RealTokens, DynamicLayer):
             if (x := getattr(self, name)) is not None:
                 setattr(self, name, function(x))
 
+    def _map_all(self, function: Callable[[Tensor], Tensor], *others: str) -> None:
+        """The same, and to the tail."""
+        self._map(function, *others)
+        self.tail.map_tensors(function)
+
     def reset(self) -> None:
         """Forget everything."""
+        recording = self.tail.record_past
         self.__init__()  # type: ignore[misc]
+        self.tail.record_past = recording
+
+    def activate_past_recording(self) -> None:
+        """From here on, `crop` can restore any length, also of the tail."""
+        self.tail.activate_past_recording()
 
     def get_seq_length(self) -> int:
         """Physical tokens seen."""
         return self.cumulative_length
+
+    def _crop_tail(self, tokens_to_remove: int) -> None:
+        if self.tail.is_initialized:
+            self.tail.crop(tokens_to_remove)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` tokens (0: nothing to undo)."""
         target = self._target(tokens_to_remove)
         if target == self.cumulative_length or self.num_real is None:
             return
+        self._crop_tail(tokens_to_remove)
         removed = self.cumulative_length - target
         real = torch.full_like(self.num_real, removed) if self.keep is None else self.keep[:, target:].sum(1)
         self.num_real = self.num_real - real
@@ -306,30 +327,30 @@ class MixerKVLayer(_RealTokens, DynamicLayer):
         self.cumulative_length = target
 
     def offload(self) -> None:
-        """Move what grows to the CPU."""
-        self._map(lambda x: x.to("cpu", non_blocking=True))
+        """Move everything to the CPU."""
+        self._map_all(lambda x: x.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
         """Move it back."""
-        if self.is_initialized:
-            self._map(lambda x: x.to(self.device, non_blocking=True))
+        if self.device is not None:
+            self._map_all(lambda x: x.to(self.device, non_blocking=True))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Select batch rows, as beam search does."""
-        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)), "keep", "num_real")
+        self._map_all(lambda x: x.index_select(0, beam_idx.to(x.device)), "keep", "num_real")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every batch row `repeats` times."""
-        self._map(lambda x: x.repeat_interleave(repeats, dim=0), "keep", "num_real")
+        self._map_all(lambda x: x.repeat_interleave(repeats, dim=0), "keep", "num_real")
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the given batch rows."""
-        self._map(lambda x: x[indices.to(x.device)], "keep", "num_real")
+        self._map_all(lambda x: x[indices.to(x.device)], "keep", "num_real")
 
     def num_bytes(self) -> int:
-        """Bytes of everything that grows."""
+        """Bytes of everything that grows, and of the tail."""
         kept = [x for x in (self.keys, self.values, *self.streams.values()) if x is not None]
-        return sum(x.numel() * x.element_size() for x in kept)
+        return sum(x.numel() * x.element_size() for x in kept) + self.tail.num_bytes()
 
 
 class _StaticCount:
@@ -384,7 +405,12 @@ class MixerStaticKVLayer(_StaticCount, MixerKVLayer):
     """
 
     _layer_type: str | None = None
-    is_compileable = True
+    tail_class = MixerStaticStateLayer
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Not while a tail records its past."""
+        return not (self.tail.is_initialized and self.tail.record_past)
 
     def __init__(self, max_cache_len: int, **kwargs: Any) -> None:
         super().__init__()
@@ -392,7 +418,9 @@ class MixerStaticKVLayer(_StaticCount, MixerKVLayer):
 
     def reset(self) -> None:
         """Forget everything."""
+        recording = self.tail.record_past
         self.__init__(self.max_cache_len)  # type: ignore[misc]
+        self.tail.record_past = recording
 
     def get_max_length(self) -> int:
         """Places there are."""
@@ -412,12 +440,13 @@ class MixerStaticKVLayer(_StaticCount, MixerKVLayer):
         if self.keep is None:
             self.keep = keep.new_zeros(len(keep), self.max_cache_len)
         self.keep.index_copy_(1, start + torch.arange(T, device=keep.device), keep)
+        self.device = keep.device
         self._count(keep)
 
     def extend(self, name: str, new: Tensor) -> Tensor:
         T = new.shape[-2]
         if name not in self.streams:
-            self.device, self.is_initialized = new.device, True
+            self.is_initialized = True
             self.streams[name] = new.new_zeros(*new.shape[:-2], self.max_cache_len, new.shape[-1])
         places = self.cumulative_length - T + torch.arange(T, device=new.device)
         return self.streams[name].index_copy_(new.dim() - 2, places, new)
@@ -426,6 +455,7 @@ class MixerStaticKVLayer(_StaticCount, MixerKVLayer):
         target = self._target(tokens_to_remove)
         if self.keep is None:
             return
+        self._crop_tail(tokens_to_remove)
         self.keep[:, target:] = False
         self.num_real, self.cumulative_length = self.keep.sum(1), target
 

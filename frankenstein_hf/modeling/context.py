@@ -161,6 +161,36 @@ class SequenceContext:
             self._memo["rotary", width] = self.rotary_function(self.positions, width)
         return self._memo["rotary", width]
 
+    def key_rotary(self, width: int, cached: bool) -> tuple[Tensor, Tensor]:
+        """cos and sin [B or 1, S, width] for every key, for mixers that rotate keys when they read them.
+
+        Args:
+            width: Of the keys' heads.
+            cached: Whether there is a cache, whose keys count too.
+
+        Raises:
+            ValueError: Positions of the caller's own (those that go with a 4-D mask), which no cache remembers.
+        """
+        if not cached:
+            return self.rotary(width)
+        if ("key_rotary", width) not in self._memo:
+            self._memo["key_rotary", width] = self.rotary_function(self._key_positions(), width)
+        return self._memo["key_rotary", width]
+
+    def _key_positions(self) -> Tensor:
+        """[B or 1, S] position of every key, cached ones included."""
+        start, stop = self.past_length, self.past_length + self.keep.shape[1]
+        counted = torch.arange(self._places(), device=self.keep.device)[None]
+        own = self.custom_mask is not None and not torch.compiler.is_compiling()
+        if own and not torch.equal(self.positions.to(counted), counted[:, start:stop].expand_as(self.positions)):
+            raise ValueError(
+                "This mixer rotates cached keys when it reads them, by their place in the sequence: with a cache and a "
+                "4-D attention_mask, position_ids must be that place. Leave them out, or do without a cache."
+            )
+        if self.custom_mask is not None or (self.all_real and self.past_keep is None):
+            return counted
+        return (self._real_keys().cumsum(1) - 1).clamp_min(0)
+
     # ------------------------------------------------------------------ the native layout: masks
 
     def mask(self) -> Tensor | None:
@@ -188,7 +218,7 @@ class SequenceContext:
         return torch.nn.functional.pad(mask, (0, missing), value=hidden) if missing else mask
 
     def _build_mask(self) -> Tensor | None:
-        B, T = self.keep.shape
+        T = self.keep.shape[1]
         past, S, device = self.past_length, self._places(), self.keep.device
         plain = self.all_real and self.past_keep is None and self.documents is None and self.num_places is None
         if plain and (not self.is_causal or T == 1 or past == 0):
@@ -200,17 +230,21 @@ class SequenceContext:
         if self.documents is not None:  # only without a past
             visible = visible & (self.documents[:, :, None] == self.documents[:, None, :])
         if not self.all_real or self.past_keep is not None:
-            past_keep = self.past_keep
-            if past_keep is None:
-                past_keep = self.keep.new_ones(B, past) if self.num_places is None else self.keep.new_zeros(B, S)
             own = torch.arange(S, device=device) == places[:, None] + past
-            if self.num_places is None:
-                real = torch.cat([past_keep, self.keep], dim=1)
-            else:  # the cache's own mask, all places long
-                real = past_keep.index_copy(1, places + past, self.keep)
+            real = self._real_keys()
             visible = visible & real[:, None, :]
             visible = torch.where(self.keep[:, :, None], visible, own)
         return visible[:, None]
+
+    def _real_keys(self) -> Tensor:
+        """[B, S] True at the places of real tokens, cached ones included."""
+        (B, T), past, past_keep = self.keep.shape, self.past_length, self.past_keep
+        if self.num_places is None:
+            past_keep = self.keep.new_ones(B, past) if past_keep is None else past_keep
+            return torch.cat([past_keep, self.keep], dim=1)
+        # the cache's own mask, all places long
+        past_keep = self.keep.new_zeros(B, self.num_places) if past_keep is None else past_keep
+        return past_keep.index_copy(1, torch.arange(T, device=self.keep.device) + past, self.keep)
 
     # ------------------------------------------------------------------ the compact layout: rows
 

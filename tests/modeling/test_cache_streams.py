@@ -114,3 +114,38 @@ def test_a_static_layer_holds_what_a_growing_one_does_in_places_that_never_move(
         layer.count(torch.ones(B, 6, dtype=torch.bool), True)
     layer.reset()
     assert layer.streams == {} and layer.get_seq_length() == 0 and layer.get_max_length() == 9
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_tail_lives_through_what_its_streams_live_through(static):
+    """Here the sum of all tokens seen, kept beside a stream."""
+
+    def advance(inputs, states, lengths):
+        x = inputs["x"]
+        if lengths is not None:
+            x = x * (torch.arange(x.shape[1]) < lengths[:, None])[..., None]
+        return {"sum": states["sum"] + x.sum(1) if states else x.sum(1)}
+
+    def call(layer, T, seed=0):
+        keep, x = torch.ones(B, T, dtype=torch.bool), stream("latent", T, seed)
+        layer.count(keep, True)
+        layer.extend("latent", x)
+        states = layer.tail.read(advance) or {}
+        layer.tail.write(advance({"x": x}, states, None), {"x": x}, keep, True)
+
+    layer = MixerStaticKVLayer(max_cache_len=9) if static else MixerKVLayer()
+    call(layer, 3)
+    with pytest.raises(ValueError, match="the past is not recorded"):
+        layer.crop(-1)
+    assert layer.get_seq_length() == 3  # refused before anything was cut
+    layer.activate_past_recording()
+    call(layer, 2)
+    call(layer, 2, seed=7)
+    layer.crop(-3)
+    layer.reorder_cache(torch.tensor([2, 0, 1]))
+    seen = torch.cat([stream("latent", 3), stream("latent", 2)[:, :1]], dim=1)[[2, 0, 1]]
+    assert torch.equal(layer.streams["latent"][:, :4], seen)
+    torch.testing.assert_close(layer.tail.read(advance)["sum"], seen.sum(1))
+    assert layer.num_bytes() == 4 * (layer.streams["latent"].numel() + B * 5)
+    layer.reset()
+    assert layer.tail.read(advance) is None and layer.tail.record_past

@@ -27,6 +27,19 @@ def merge_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
+def linear_matrix(linear: nn.Module, like: Tensor) -> Tensor:
+    """The matrix M [K, N] of a projection without bias, x ↦ x M, whatever the module keeps it as.
+
+    Args:
+        linear: An adapter or a quantised layer may have taken the place of the original: these are called.
+        like: […, K], an input as the module gets them.
+    """
+    plain = type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks
+    if plain and "forward" not in vars(linear):  # offloading replaces the method of the instance
+        return linear.weight.mT  # type: ignore[return-value]
+    return linear(torch.eye(like.shape[-1], dtype=like.dtype, device=like.device))
+
+
 class Mixer(nn.Module):
     """Base of all mixers: `forward(hidden_states [B, T, D], context, cache) -> ([B, T, D], LayerExtras | None)`.
 

@@ -35,26 +35,36 @@ def eager_attention(
     Returns:
         Output [B, H, T, V] and weights [B, H, T, S], in the dtype of `query`. A row that sees nothing gives zeros.
     """
-    T, S, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+    groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     scores = at_least_fp32(query * scale @ key.mT)
+    weights = masked_softmax(scores if bias is None else scores + bias, mask, is_causal=is_causal)
+    weights = F.dropout(weights, dropout, training=dropout > 0).to(query.dtype)
+    return weights @ value, weights
+
+
+def masked_softmax(scores: Tensor, mask: Tensor | None = None, *, is_causal: bool = False) -> Tensor:
+    """Softmax of scores [B, H, T, S] over the visible keys; a row that sees nothing gives zeros.
+
+    Args:
+        scores: In at least fp32.
+        mask, is_causal: As in `eager_attention`.
+    """
+    T, S = scores.shape[-2:]
     visible = None
     if is_causal:
-        visible = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(S - T)
+        visible = torch.ones(T, S, dtype=torch.bool, device=scores.device).tril(S - T)
     if mask is not None and mask.dtype != torch.bool:
-        bias, mask = mask if bias is None else bias + mask, mask > -torch.inf
+        scores, mask = scores + mask, mask > -torch.inf
     if mask is not None:
         visible = mask if visible is None else visible & mask
-    if bias is not None:
-        scores = scores + bias
     if visible is not None:
         scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1)
     if mask is not None and visible is not None:  # a row that sees nothing has come out uniform
         weights = weights.masked_fill(~visible.any(-1, keepdim=True), 0.0)
-    weights = F.dropout(weights, dropout, training=dropout > 0).to(query.dtype)
-    return weights @ value, weights
+    return weights
 
 
 def scored_attention(
@@ -93,7 +103,10 @@ def scored_attention(
         mask = mask.to(query.dtype)
     if is_causal and mask is not None:
         raise ValueError("is_causal cannot be combined with a mask or bias; put the triangle into the mask.")
-    return F.scaled_dot_product_attention(
+    width = value.shape[-1]
+    if query.shape[2] > 1:
+        query, key, value = equal_widths(query, key, value)
+    output = F.scaled_dot_product_attention(
         query,
         key,
         value,
@@ -103,3 +116,15 @@ def scored_attention(
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    return output if output.shape[-1] == width else output[..., :width]
+
+
+def equal_widths(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values padded with zeros to one width, which fused kernels need; cut the output to V.
+
+    Without it PyTorch's CPU kernel is left for one several times slower.
+    """
+    missing = value.shape[-1] - query.shape[-1]
+    if missing > 0:
+        return F.pad(query, (0, missing)), F.pad(key, (0, missing)), value
+    return query, key, F.pad(value, (0, -missing)) if missing else value
