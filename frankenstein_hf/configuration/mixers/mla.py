@@ -127,14 +127,14 @@ SPECS = (
     _spec(
         "gqla",
         "Latent attention with grouped heads that decodes from expanded groups or from the latent, same weights.",
-        "Group-Query Latent Attention (main paper, section on latent attention)",
+        "GQLA: Group-Query Latent Attention for Hardware-Adaptive Large Language Model Decoding, arXiv 2605.15250",
         GQLAParams,
         {"latent_rank": 6, "query_rank": 5},
     ),
     _spec(
         "mlra",
         "Latent attention whose latent is cut into parts, each of which alone serves its share of the heads.",
-        "Multi-Head Low-Rank Attention (main paper, section on latent attention)",
+        "Multi-Head Low-Rank Attention, arXiv 2603.02188",
         MLRAParams,
         {"latent_rank": 8},
     ),

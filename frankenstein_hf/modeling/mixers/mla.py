@@ -14,11 +14,12 @@ from ..attention_backends import dense_attention
 from ..cache import States
 from ..context import SequenceContext
 from ..norms import RMSNorm
-from ..ops.few_queries import are_few, attention_weights, grouped_product
+from ..ops.few_queries import attention_weights, grouped_product
 from ..ops.numerics import at_least_fp32
 from ..ops.scored_attention import masked_softmax
 from ..positions import apply_rotary
-from .base import Mixer, MixerExtras, linear_matrix, merge_heads, split_heads
+from .base import linear_matrix, split_heads
+from .compressed import CompressedAttention
 
 
 def eager_mla(
@@ -52,7 +53,7 @@ def eager_mla(
     return weights @ v_C, weights
 
 
-class LatentAttention(Mixer):
+class LatentAttention(CompressedAttention):
     """Multi-head latent attention (arXiv 2405.04434), grouped heads and partitioned latents included.
 
     Training expands keys and values; decoding reads the latent itself, the expansion being absorbed into the queries
@@ -119,42 +120,27 @@ class LatentAttention(Mixer):
             k_R = k_R if self.k_rope_norm is None else self.k_rope_norm(k_R)
             kept["rotated_key"] = apply_rotary(k_R[:, None], *context.rotary(self.rope_dim))[:, 0]
         if self.caches_heads:
-            key, kept["value"] = self.expand(kept.pop("latent"))
-            kept["key"] = self.scored_key(key, *context.rotary(self.head_dim))
+            key, kept["value"] = self.heads(kept.pop("latent"))
+            kept["key"] = self.scored_key(key, context, False)
         elif self.k_norm is not None and self.rope_dim and cached:
-            key = at_least_fp32(self.expand(kept["latent"])[0])
+            key = at_least_fp32(self.heads(kept["latent"])[0])
             scalars = torch.rsqrt(key.square().mean(-1) + self.k_norm.eps)  # [B, G, T]
             kept["inverse_rms"] = scalars.transpose(1, 2).to(x.dtype)
         return kept
 
-    def expand(self, c: Tensor) -> tuple[Tensor, Tensor]:
+    def heads(self, c: Tensor) -> tuple[Tensor, Tensor]:
         """Latents [B, S, r] -> keys, before their norm and rotation, and values [B, G, S, W]."""
         expanded = [up(part) for up, part in zip(self.expansions, c.chunk(self.parts, dim=-1))]
         whole = expanded[0] if self.parts == 1 else torch.cat(expanded, dim=-1)
         key, value = split_heads(whole, self.groups).chunk(2, dim=-1)
         return key, value
 
-    def scored_key(self, key: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Keys [B, G, S, W] as they enter the scores; rotated only where no part of its own is."""
+    def scored_key(self, key: Tensor, context: SequenceContext, cached: bool) -> Tensor:
+        """Keys [B, G, S, W] of this call, or all, as they enter the scores; rotated unless a part of its own is."""
         key = key if self.k_norm is None else self.k_norm(key)
-        return key if self.rope_dim else apply_rotary(key, cos, sin)
+        return key if self.rope_dim else apply_rotary(key, *context.key_rotary(self.head_dim, cached))
 
     # ------------------------------------------------------------------ attention
-
-    def forward(
-        self, hidden_states: Tensor, context: SequenceContext, cache: Any = None
-    ) -> tuple[Tensor, MixerExtras | None]:
-        query = self.queries(hidden_states, context)
-        kept = self.compress(hidden_states, context, cache is not None)
-        if cache is not None:
-            layer = cache.layers[self.layer_idx]
-            layer.count(context.keep, context.all_real)
-            kept = {name: layer.extend(name, x) for name, x in kept.items()}
-        if are_few(context) and self.rope_dim and self.is_linear:
-            output, weights = self.attend_as_kept(*query, kept, context), None
-        else:
-            output, weights = self.attend_expanded(*query, kept, context, cache is not None)
-        return self.o_proj(merge_heads(output)), MixerExtras(weights if context.output_attentions else None)
 
     @property
     def is_linear(self) -> bool:
@@ -166,17 +152,17 @@ class LatentAttention(Mixer):
         """The L modules [r/L -> G/L · 2W] that expand the parts of the latent."""
         return [self.kv_b_proj] if self.parts == 1 else list(self.kv_b_projs)
 
-    def attend_expanded(
-        self, q_C: Tensor, q_R: Tensor, kept: States, context: SequenceContext, cached: bool
+    def attend(
+        self, query: tuple[Tensor, Tensor], kept: States, context: SequenceContext, cached: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention to expanded heads [B, G, S, W] -> [B, H, T, W], and the weights if materialised."""
+        q_C, q_R = query
         if self.caches_heads:
             key, value = kept["key"], kept["value"]
         else:
-            key, value = self.expand(kept["latent"])
-            key = self.scored_key(key, *context.key_rotary(self.head_dim, cached))
+            key, value = self.heads(kept["latent"])
+            key = self.scored_key(key, context, cached)
         k_R = kept["rotated_key"] if self.rope_dim else key[:, 0, :, :0]
-        dropout = self.config.attention_dropout if self.training else 0.0
+        dropout = self.dropout
         if context.backend == "eager":
             return eager_mla(q_C, q_R, key, k_R, value, context.mask(), is_causal=context.causal_flag, dropout=dropout)
         if self.rope_dim:
@@ -184,11 +170,14 @@ class LatentAttention(Mixer):
             key = torch.cat([key, k_R[:, None].expand(-1, self.groups, -1, -1)], dim=-1)
         return dense_attention(self, q_C, key, value, context, scale=self.scaling, dropout=dropout)
 
-    def attend_as_kept(self, q_C: Tensor, q_R: Tensor, kept: States, context: SequenceContext) -> Tensor:
-        """The same for a few queries, from what is cached as it is: q · (W_UK c) = (W_UKᵀ q) · c, the values likewise.
+    def attend_as_kept(self, query: tuple[Tensor, Tensor], kept: States, context: SequenceContext) -> Tensor | None:
+        """From the latent: q · (W_UK c) = (W_UKᵀ q) · c, the values likewise.
 
         A norm of the keys is a gain, which the query takes, and a number a token and key/value head.
         """
+        if not (self.rope_dim and self.is_linear):
+            return None
+        q_C, q_R = query
         if self.caches_heads:
             scores = grouped_product(q_C, kept["key"].mT)
         else:
@@ -203,7 +192,7 @@ class LatentAttention(Mixer):
                 scalars = kept["inverse_rms"].transpose(1, 2)  # [B, G, S]
                 scores = (scores.unflatten(1, (self.groups, -1)) * scalars[:, :, None, None]).flatten(1, 2)
         scores = (scores + grouped_product(q_R, kept["rotated_key"][:, None].mT)) * self.scaling
-        weights = attention_weights(scores, context, self.config.attention_dropout if self.training else 0.0)
+        weights = attention_weights(scores, context, self.dropout)
         if self.caches_heads:
             return grouped_product(weights, kept["value"])
         return grouped_product(grouped_product(weights, latent), W_UV)
