@@ -26,8 +26,8 @@ def write_bytes(path: str | os.PathLike, content: bytes) -> Path:
 
 
 def write_text(path: str | os.PathLike, text: str) -> Path:
-    """`write_bytes` of `text` in UTF-8."""
-    return write_bytes(path, text.encode("utf-8"))
+    """`write_bytes` of `text` in UTF-8; bytes of file names that are none become escapes, which JSON can read."""
+    return write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def write_json(path: str | os.PathLike, value: Any) -> Path:

@@ -6,7 +6,6 @@ was written by a person and stays as it is.
 """
 
 import dataclasses
-import functools
 import hashlib
 import json
 import os
@@ -22,10 +21,13 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id, yaml_dump
+from torch import nn
 
 from ..configuration.configuration_frankenstein import FRANKENSTEIN_VERSION
 from ..configuration.registries import MIXERS
 from ..modeling.hub_bundle import HEADS, read_card
+from ..modeling.implementations import is_third_party
+from .foreign import Markdown, code, environment, markdown
 
 if TYPE_CHECKING:
     from ..training.results import Results
@@ -46,6 +48,17 @@ TASKS = {
 # Tasks whose cards show `pipeline()` at work; transformers has none for the others.
 PIPELINES = ("text-generation", "fill-mask", "text-classification", "token-classification")
 
+# What PEFT calls the task of each head; it knows no masked language models.
+PEFT_TASKS = {
+    "AutoModel": "FEATURE_EXTRACTION",
+    "AutoModelForCausalLM": "CAUSAL_LM",
+    "AutoModelForSequenceClassification": "SEQ_CLS",
+    "AutoModelForTokenClassification": "TOKEN_CLS",
+    "AutoModelForQuestionAnswering": "QUESTION_ANS",
+}
+
+OWNER = "YOUR-NAME"  # stands in examples for the owner of a model whose name on the Hub is not known
+OUR_EXAMPLE = re.compile(r'\.from_pretrained\("([\w.-]+/[\w.-]+)"')
 OUR_MARK = re.compile(r"<!-- frankenstein_hf card ([0-9a-f]{12}): [^\n]* -->\n")
 OUR_RESULTS = "\n## Results\n"
 OUR_TRAINING = "\n## Training\n"
@@ -90,9 +103,10 @@ def render(
         return
     known = [earlier.metadata, current.metadata]
     start = model.config._name_or_path
+    name = hub_name(directory, repo_id or named_before(current.body) or named_before(earlier.body))
     shown = results.text(start) if results else results_section(current.body) or results_section(earlier.body)
     if results:
-        known.append({"model-index": results.model_index(_name(Path(directory), repo_id))})
+        known.append({"model-index": results.model_index(name), **results.metadata()})
         if start:
             known.append({"base_model": start})
         else:  # of an earlier run
@@ -101,7 +115,7 @@ def render(
         known.append({"model-index": earlier.metadata.get("model-index")})
     metadata = _metadata(model, *known)
     training = training_section(current.body) or training_section(earlier.body)
-    text = _body(model, Path(directory), repo_id, shown, training)
+    text = _body(model, Path(directory), name, metadata, shown, training)
     digest = _digest(text)
     mark = f"<!-- frankenstein_hf card {digest}: written when the model is saved; once edited, it is left alone. -->"
     _replace(path, f"---\n{yaml_dump(metadata, sort_keys=False)}---\n{mark}\n\n{text}\n")
@@ -144,23 +158,47 @@ def training_section(body: str) -> str:
             r"(?<=is a fine-tuned version of )\[(.+?)\]\(https://huggingface.co/\1\)",
             lambda found: checkpoint_link(found[1]),
             results,
+            flags=re.DOTALL,
         )
         return f"{results.strip()}\n\n{procedure.strip()}"
     return body.partition(OUR_TRAINING)[2].strip() if OUR_MARK.search(body) else ""
 
 
-def is_hub_name(name: str) -> bool:
-    """Whether a checkpoint is called by a name on the Hub, rather than by a folder."""
+def is_repo_id(name: str) -> bool:
+    """Whether the Hub allows the name, with or without an owner."""
     try:
         validate_repo_id(name)
     except HFValidationError:
         return False
-    return not Path(name).exists()
+    return name.isascii()
 
 
-def checkpoint_link(name: str) -> str:
-    """Markdown for a checkpoint: a link to the Hub, or a folder's name without those around it."""
-    return f"[{name}](https://huggingface.co/{name})" if is_hub_name(name) else f"`{Path(name).resolve().name}`"
+def is_hub_name(name: str) -> bool:
+    """Whether a checkpoint is called by a name on the Hub, rather than by a folder."""
+    return is_repo_id(name) and not Path(name).exists()
+
+
+def checkpoint_link(name: str, kind: str = "") -> Markdown:
+    """Markdown for a checkpoint: a link to the Hub, or a folder's name without those around it.
+
+    `kind` is "datasets/" for a data set.
+    """
+    if is_hub_name(name):
+        return Markdown(f"[{markdown(name)}](https://huggingface.co/{kind}{name})")
+    return code(os.path.basename(os.path.abspath(name)))
+
+
+def hub_name(directory: str | os.PathLike, repo_id: str | None) -> str:
+    """What examples call a model: its name on the Hub, owner/name, or one in which the owner is left to fill in."""
+    name = repo_id if repo_id and is_repo_id(repo_id) else Path(directory).resolve().name
+    name = name if "/" in name else f"{OWNER}/{name}"
+    return name if is_repo_id(name) else f"{OWNER}/MODEL"
+
+
+def named_before(body: str) -> str | None:
+    """The name on the Hub in the examples of one of our cards."""
+    found = OUR_EXAMPLE.search(body) if OUR_MARK.search(body) else None
+    return found[1] if found and not found[1].startswith(f"{OWNER}/") else None
 
 
 def results_section(body: str) -> str:
@@ -214,49 +252,64 @@ def _metadata(model: Any, *known: dict[str, Any]) -> dict[str, Any]:
     return {**ours, **{key: value for key, value in others.items() if key not in ours}}
 
 
-def _name(directory: Path, repo_id: str | None) -> str:
-    return repo_id or directory.resolve().name
-
-
-def _body(model: Any, directory: Path, repo_id: str | None, results: str, training: str) -> str:
+def _body(model: Any, directory: Path, name: str, metadata: dict[str, Any], results: str, training: str) -> str:
     config, auto_class = model.config, _auto_class(model)
     base = getattr(model, model.base_model_prefix, model)
     specs = [config.mixer_spec_for(layer_idx) for layer_idx in range(config.num_hidden_layers)]
     total = sum(parameter.numel() for parameter in model.parameters())
     constant, per_token = decode_state(config)
-    text = _template("model_card.md").render(
-        config=config,
-        name=_name(directory, repo_id),
-        auto_class=auto_class,
-        task=TASKS[auto_class][0],
-        kind=TASKS[auto_class][1],
-        has_lm_head=model.get_output_embeddings() is not None,
-        has_pipeline=TASKS[auto_class][0] in PIPELINES,
-        is_causal=model.is_causal,
-        layers=_layers(config, specs, base.layers),
-        carries_code=_carries_code(directory),
-        total=total,
-        embeddings=base.embed_tokens.weight.numel(),
-        dtype=str(model.dtype).removeprefix("torch."),
-        state_constant=constant,
-        state_per_token=per_token,
-        needs_ids=sorted({spec.name for spec in specs if spec.needs_input_ids}),
-        versions=f"frankenstein_hf {FRANKENSTEIN_VERSION}, transformers {transformers.__version__}, "
-        f"torch {torch.__version__}",
-        results=results,
-        training=training,
+    is_placeholder = name.startswith(f"{OWNER}/")
+    text = (
+        environment(TEMPLATES)
+        .get_template("model_card.md")
+        .render(
+            config=config,
+            name=name,
+            title=directory.resolve().name if is_placeholder else name.split("/")[-1],
+            is_placeholder=is_placeholder,
+            about=[
+                (label, key, _listed(metadata.get(key)))
+                for label, key in (("licence", "license"), ("languages", "language"))
+            ],
+            auto_class=auto_class,
+            task=TASKS[auto_class][0],
+            kind=TASKS[auto_class][1],
+            has_lm_head=model.get_output_embeddings() is not None,
+            has_pipeline=TASKS[auto_class][0] in PIPELINES,
+            is_causal=model.is_causal,
+            layers=_layers(config, specs, base.layers),
+            carries_code=_carries_code(directory),
+            total=total,
+            embeddings=base.embed_tokens.weight.numel(),
+            dtype=str(model.dtype).removeprefix("torch."),
+            state_constant=constant,
+            state_per_token=per_token,
+            target_modules=target_modules(base.layers),
+            peft_task=PEFT_TASKS.get(auto_class),
+            needs_ids=sorted({spec.name for spec in specs if spec.needs_input_ids}),
+            version=FRANKENSTEIN_VERSION,
+            versions=f"frankenstein_hf {FRANKENSTEIN_VERSION}, transformers {transformers.__version__}, "
+            f"torch {torch.__version__}",
+            results=Markdown(results),
+            training=Markdown(training),
+        )
     )
     return text.strip()
 
 
-@functools.cache
-def _template(name: str) -> Any:
-    import jinja2  # transformers' own cards need it, torch brings it
+def target_modules(layers: Iterable[Any]) -> list[str]:
+    """The linear projections of these layers' mixers, as PEFT's `target_modules` names them."""
+    names = {
+        f"mixer.{name}"
+        for layer in layers
+        for name, module in layer.mixer.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    return sorted(names)
 
-    loader = jinja2.FileSystemLoader(TEMPLATES)
-    return jinja2.Environment(
-        loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    ).get_template(name)
+
+def _listed(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value or "")
 
 
 def _carries_code(directory: Path) -> bool:
@@ -270,7 +323,12 @@ def _layers(config: Any, specs: list[Any], layers: Iterable[Any]) -> list[dict[s
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for layer_idx, (spec, layer) in enumerate(zip(specs, layers)):
         settings = ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(config.params_for(layer_idx)).items())
-        row = rows.setdefault((spec.name, settings), {"spec": spec, "settings": settings or "–", "numbers": []})
+        row = rows.setdefault((spec.name, settings), {"name": spec.name, "settings": settings or "–", "numbers": []})
+        ours = not is_third_party(spec)  # whose descriptions may have code in them
+        row |= {
+            key: Markdown(getattr(spec, key).replace("|", "\\|")) if ours else getattr(spec, key)
+            for key in ("summary", "reference")
+        }
         row["numbers"].append(layer_idx)
         row["weights"] = sum(parameter.numel() for parameter in layer.mixer.parameters())
     return [{**row, "numbers": ", ".join(map(str, row["numbers"]))} for row in rows.values()]

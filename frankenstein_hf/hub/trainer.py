@@ -7,6 +7,7 @@ the module of `Trainer` takes seconds that most programs need not spend; the wra
 """
 
 import functools
+import inspect
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
-from ..modeling.hub_bundle import bundle_files, read_card
+from ..modeling.hub_bundle import bundle_files, read_card, refuse_foreign
 from .cards import is_generated, parse_card, render
+from .foreign import markdown
 
 logger = logging.get_logger(__name__)
 
@@ -26,6 +28,7 @@ def keep_our_cards(trainer_module: Any) -> None:
     if hasattr(trainer_class.create_model_card, "__wrapped__"):
         return
     create, push = trainer_class.create_model_card, trainer_class._push_from_checkpoint
+    signature = inspect.signature(create)
 
     @functools.wraps(create)
     def create_model_card(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -33,13 +36,23 @@ def keep_our_cards(trainer_module: Any) -> None:
         if _ours(self) is not None and not is_generated(parse_card(before or "")):
             logger.warning("README.md in %s was written by hand and stays as it is.", self.args.output_dir)
             return
+        if _ours(self) is not None:
+            given = signature.bind(self, *args, **kwargs)
+            given.arguments["model_name"] = given.arguments.get("model_name") or Path(self.args.output_dir).name
+            for name in ("model_name", "dataset"):  # Trainer puts them into its text as they are
+                if value := given.arguments.get(name):
+                    safe = [str(markdown(part)) for part in ([value] if isinstance(value, str) else value)]
+                    given.arguments[name] = safe[0] if isinstance(value, str) else safe
+            args, kwargs = given.args[1:], given.kwargs
         create(self, *args, **kwargs)
         _refresh(self, before)
 
     @functools.wraps(push)
     def push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
         if _ours(self) is not None and self.is_world_process_zero():
-            for name in (*bundle_files(checkpoint_folder), "config.json"):
+            names = bundle_files(checkpoint_folder)
+            refuse_foreign(self.args.output_dir, names)
+            for name in (*names, "config.json"):
                 shutil.copyfile(Path(checkpoint_folder) / name, Path(self.args.output_dir) / name)
         _refresh(self, None)
         push(self, checkpoint_folder)

@@ -7,7 +7,7 @@ and a card already there is left alone.
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,16 @@ def write_bundle(directory: str | os.PathLike, config: Any) -> None:
         config: A `FrankensteinConfig`.
 
     Raises:
-        ValueError: A mixer (or other component) comes from outside this package. Nothing has been written then.
+        ValueError: A mixer (or other component) comes from outside this package, or a file of the bundle's names was
+            written by somebody else. Nothing has been written then.
     """
+    directory, sources = Path(directory), bundle_for(config)
+    refuse_foreign(directory, sources)
+    _write(directory, sources)
+
+
+def bundle_for(config: Any) -> Mapping[str, str]:
+    """Source text by file name of the code that loads a checkpoint of this `config`; errors as in `write_bundle`."""
     components = config.reached_components()
     foreign = [spec.name for spec in components if is_third_party(spec)]
     if foreign:
@@ -76,8 +84,7 @@ def write_bundle(directory: str | os.PathLike, config: Any) -> None:
             "package, so the code cannot travel with the checkpoint. Save with save_pretrained(…, save_code=False) "
             "(under Trainer: set model.save_code = False), and register the same code before loading."
         )
-    sources = _toolkit["sources"](components) if "sources" in _toolkit else _own_sources()
-    _write(Path(directory), sources)
+    return _toolkit["sources"](components) if "sources" in _toolkit else _own_sources()
 
 
 def _own_sources() -> dict[str, str]:
@@ -109,9 +116,23 @@ def bundle_files(directory: str | os.PathLike) -> list[str]:
     return [
         path.name
         for path in sorted(Path(directory).glob("*.py"))
-        if re.match("(configuration|modeling)_", path.name)
-        and path.read_bytes().rstrip().rpartition(b"\n")[2].startswith(MARK.encode())
+        if re.match("(configuration|modeling)_", path.name) and _is_generated(path)
     ]
+
+
+def _is_generated(path: Path) -> bool:
+    return path.is_file() and path.read_bytes().rstrip().rpartition(b"\n")[2].startswith(MARK.encode())
+
+
+def refuse_foreign(directory: str | os.PathLike, names: Iterable[str]) -> None:
+    """Raise `ValueError` if a file in `directory` with one of these `names` was not written by `write_bundle`."""
+    paths = [Path(directory) / name for name in sorted(names)]
+    if foreign := [path.name for path in paths if os.path.lexists(path) and not _is_generated(path)]:
+        raise ValueError(
+            f"{directory} has files that this package did not write and that saving would replace: "
+            f"{', '.join(foreign)}. Move or rename them, save to another folder, or save without the code: "
+            "save_pretrained(…, save_code=False) (under Trainer: set model.save_code = False)."
+        )
 
 
 def changed_since(timestamps: Mapping[str, float], directory: str | os.PathLike, config: Any) -> dict[str, float]:

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import json
+import re
 import sys
 import typing
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from ..configuration.component import did_you_mean
 from ..configuration.configuration_frankenstein import FrankensteinConfig
+from ..hub.cards import is_repo_id
 
 FILE_TYPES = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -51,6 +53,24 @@ class ModelArguments:
     attn_implementation: str | None = field(
         default=None, metadata={"help": "How mixers are computed: eager, sdpa, triton …"}
     )
+    license: str | None = field(
+        default=None, metadata={"help": "Licence of the trained model, for its card: apache-2.0, mit …"}
+    )
+    language: str | None = field(default=None, metadata={"help": "Languages of the model, for its card: en or de,fr …"})
+
+    def check(self) -> None:
+        """Raise `BadInput` for what cannot be."""
+        for name, given in (("license", [self.license or "mit"]), ("language", self.languages())):
+            for value in given:
+                if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", value):
+                    raise BadInput(
+                        f"--{name} {value!r} must be a short name of the Hub, such as "
+                        + ("apache-2.0, mit or other." if name == "license" else "en, de or zh-hans.")
+                    )
+
+    def languages(self) -> tuple[str, ...]:
+        """`language` as a list."""
+        return tuple(name.strip() for name in (self.language or "").split(",") if name.strip())
 
     def pattern(self) -> list[str] | None:
         """`layer_pattern` as a list."""
@@ -166,7 +186,9 @@ class ProgramArguments(TrainingArguments):
     learning_rate: float = field(default=1e-3, metadata={"help": "Highest learning rate."})
     warmup_steps: float = field(default=0.05, metadata={"help": "Steps of warm-up; below 1, a share of all steps."})
     weight_decay: float = field(default=0.05, metadata={"help": "Weight decay of matrices."})
-    logging_steps: float = field(default=50, metadata={"help": "Steps between logs; below 1, a share of all steps."})
+    logging_steps: float = field(
+        default=0.02, metadata={"help": "Steps between losses; below 1, a share of all steps: 0.02 gives fifty points."}
+    )
     save_total_limit: int | None = field(default=2, metadata={"help": "Most checkpoints to keep."})
     prediction_loss_only: bool = field(default=True, metadata={"help": "Evaluations return the loss only."})
 
@@ -176,6 +198,15 @@ class ProgramArguments(TrainingArguments):
         if not torch.accelerator.is_available():
             self.dataloader_pin_memory = False  # of no use, and torch warns about it
         super().__post_init__()
+
+    def check(self) -> None:
+        """Raise `BadInput` for what cannot be."""
+        try:
+            (self.output_dir or "").encode()
+        except UnicodeEncodeError:  # safetensors could not write there
+            raise BadInput(f"--output_dir {self.output_dir!r} is no text in UTF-8; choose another name.") from None
+        if self.hub_model_id and not is_repo_id(self.hub_model_id):
+            raise BadInput(f"--hub_model_id {self.hub_model_id!r} must be a name on the Hub, such as me/my-model.")
 
 
 def checked_file(name: str, value: str, types: dict[str, str]) -> str:

@@ -20,7 +20,8 @@ from transformers.utils import cached_file
 
 from ..data import examples
 from ..data.atomic import write_text
-from ..hub.cards import is_generated, is_hub_name, parse_card
+from ..hub.cards import OWNER, hub_name, is_generated, is_hub_name, parse_card
+from ..hub.foreign import html_text, markdown, python
 from ..modeling.hub_bundle import read_card
 from .arguments import (
     FILE_TYPES,
@@ -34,7 +35,7 @@ from .arguments import (
 from .checkpoints import CARD
 from .embedding_metrics import NAMES, ROLES, evaluator, tf_idf
 from .labels import number
-from .programs import Run, readable
+from .programs import Run, in_shell, readable
 from .results import Results
 from .sources import strings
 
@@ -119,11 +120,32 @@ class EmbeddingProgramArguments(ProgramArguments, SentenceTransformerTrainingArg
 
 
 class EmbeddingCardData(SentenceTransformerModelCardData):
-    """sentence-transformers' card of a model whose code may lie beside it."""
+    """sentence-transformers' card of a model whose code may lie beside it, with what comes from outside escaped.
+
+    Attributes:
+        results: A section of the card, shown where the template says `{{ results }}`.
+        place: What examples call the model while it has no name on the Hub.
+    """
+
+    results: str = ""
+    place: str = f"{OWNER}/MODEL"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Variables of the template."""
+        values = super().to_dict()
+        for name in ("all_hyperparameters", "non_default_hyperparameters"):
+            values[name] = {key: markdown(value) for key, value in (values.get(name) or {}).items()}
+        return values | {"results": self.results}
+
+    @staticmethod
+    def _format_example_value(value: Any) -> str:
+        """A cell of the table of examples, between the tags of code."""
+        shown = str(value)
+        return html_text(shown if len(shown) <= 1000 else f"{shown[:1000]}…")
 
     def generate_usage_snippet(self) -> str:
         """The snippet, which runs that code."""
-        snippet = super().generate_usage_snippet()
+        snippet = super().generate_usage_snippet().replace('"sentence_transformers_model_id"', python(self.place))
         body: Any = self.model[0].auto_model  # type: ignore[index]
         if getattr(body, "save_code", hasattr(body.config, "auto_map")):
             snippet = re.sub(r'(?<= = SentenceTransformer\()("[^"]+")(?=\))', r"\1, trust_remote_code=True", snippet)
@@ -140,6 +162,7 @@ class EmbeddingRun(Run):
     task = "sentence-similarity"
     baseline_name = "tf_idf"
     baseline_words = "words in common (TF-IDF)"
+    embedded_language = "en"
 
     def __init__(
         self, model_args: ModelArguments, data_args: EmbeddingArguments, training_args: EmbeddingProgramArguments
@@ -234,12 +257,15 @@ class EmbeddingRun(Run):
         assert self.source is not None
         card, name = model.model_card_data, self.model_args.model_name_or_path
         card.generate_widget_examples = False
+        card.place = hub_name(self.args.output_dir or "", self.args.hub_model_id)
+        card.license, card.language = self.model_args.license, list(self.languages())
         if mixers := getattr(model[0].auto_model.config, "mixer_names", None):
             card.add_tags(["frankenstein", *dict.fromkeys(mixers)])
         if name and is_hub_name(name) and not card.set_base_model(name, self.model_args.model_revision):
             card.base_model = name  # the Hub could not be asked
-        if not self.data_args.dataset_name:  # datasets of the Hub are recognised
-            card.train_datasets, card.eval_datasets = [{"name": self.source.name}], [{"name": self.source.name}]
+        dataset = self.data_args.dataset_name
+        if not dataset or not is_hub_name(dataset):  # datasets of the Hub are recognised
+            card.train_datasets, card.eval_datasets = [{"name": self.source.words}], [{"name": self.source.words}]
 
     # ------------------------------------------------------------------ data
 
@@ -280,6 +306,13 @@ class EmbeddingRun(Run):
 
     # ------------------------------------------------------------------ results
 
+    def usage(self, output: Path) -> str:
+        """A command that uses the model."""
+        return in_shell(
+            f"import frankenstein_hf; from sentence_transformers import SentenceTransformer; "
+            f"print(SentenceTransformer({python(str(output))}).encode([{python(self.example())}]))"
+        )
+
     def evaluate(self, trainer: Trainer) -> dict[str, float]:
         """The loss, and how well the texts that belong together are found (or, with scores, the correlations)."""
         found = super().evaluate(trainer)
@@ -302,11 +335,13 @@ class EmbeddingRun(Run):
         if self._card_by_hand():
             return
         self._card = tempfile.TemporaryDirectory()  # lives as long as the run
-        template = Path(model.model_card_data.template_path).read_text(encoding="utf-8")
-        section = f"## Results\n\n{{% raw %}}{results.text(self.model_args.model_name_or_path)}{{% endraw %}}\n\n"
+        data = model.model_card_data
+        template = Path(data.template_path).read_text(encoding="utf-8")
         above, details, below = template.partition("## Model Details\n")
+        section = "## Results\n\n{{ results }}\n\n"  # a variable: what comes from outside is never a template
         whole = "".join((above if details else f"{above}\n\n", section, details, below))
-        model.model_card_data.template_path = write_text(Path(self._card.name) / "template.md", whole)
+        data.results = results.text(self.model_args.model_name_or_path)
+        data.template_path = write_text(Path(self._card.name) / "template.md", whole)
         model._create_model_card(self._card.name)
         write_text(output / CARD, (Path(self._card.name) / CARD).read_text(encoding="utf-8"))
 

@@ -9,10 +9,10 @@ import transformers
 from sentence_transformers.util import cos_sim, semantic_search
 
 from ..data.atomic import write_bytes, write_json
-from .arguments import FILE_TYPES, BadInput, ModelArguments
+from .arguments import BadInput, ModelArguments
 from .embedding import NUM_CLUSTERS, EmbeddingArguments, EmbeddingProgramArguments, is_sentence_transformer, load
 from .programs import readable
-from .sources import strings, text_column
+from .sources import read_files, strings, text_column
 
 
 def use(
@@ -96,13 +96,11 @@ def _write(path: Path, result: Any) -> Path:
 
 def _texts(data_args: EmbeddingArguments, file: str | None, pairs: bool = False) -> list[list[str]]:
     """One list of texts, or two where `pairs` are wanted and rows have two."""
-    from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
     assert file is not None
-    kind = FILE_TYPES[Path(file).suffix.lower()]
     try:
-        rows = load_dataset(kind, data_files=file, split="train")
+        rows = read_files({"train": file})["train"]
     except (DatasetsError, OSError, ValueError) as error:
         raise BadInput(f"Cannot read {file}: {error}") from error
     columns = [name.strip() for name in (data_args.columns or "").split(",") if name.strip()] or strings(rows)

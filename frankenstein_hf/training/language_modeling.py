@@ -8,8 +8,10 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedT
 from ..data.baseline import unigram_loss
 from ..data.corpus import embedded_corpus
 from ..data.tokenization import pack
+from ..hub.foreign import Markdown
 from .arguments import BadInput, DataArguments, ModelArguments, ProgramArguments
 from .programs import Run, good
+from .recipe import continued_text, filled_mask
 from .sources import text_column
 
 
@@ -19,6 +21,7 @@ class LanguageModelRun(Run):
     data_args: DataArguments
     baseline_name = "unigram"
     baseline_words = "token frequencies alone"
+    embedded_language = "en"
 
     def __init__(
         self,
@@ -73,6 +76,23 @@ class LanguageModelRun(Run):
         """Loss and perplexity."""
         loss = super().evaluate(trainer)["loss"]
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+
+    def example(self) -> str:
+        """A text to try the model on."""
+        assert self.tokenizer is not None
+        return f"Return the {self.tokenizer.mask_token} of the file." if self.objective == "mlm" else "Return the"
+
+    def sample(self, trainer: Trainer) -> Markdown:
+        """What the model writes, or fills in."""
+        assert self.tokenizer is not None
+        model = trainer.accelerator.unwrap_model(trainer.model).eval()
+        rows: Any = trainer.eval_dataset
+        row = rows[0]
+        if self.objective == "clm":
+            return continued_text(model, self.tokenizer, row["input_ids"], self.args.seed)
+        labels = row.get("labels", [-100] * len(row["input_ids"]))
+        unmasked = [token if label == -100 else label for token, label in zip(row["input_ids"], labels)]
+        return filled_mask(model, self.tokenizer, unmasked)
 
     def baseline(self, trainer: Trainer) -> dict[str, float]:
         """The loss of knowing only how often each token occurs."""

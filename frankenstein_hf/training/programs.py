@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import platform
+import shlex
 import shutil
 import sys
 import time
@@ -21,17 +22,25 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, Tra
 from ..configuration.configuration_frankenstein import FRANKENSTEIN_VERSION, FrankensteinConfig
 from ..data.atomic import write_json
 from ..data.tokenization import Objective, train_tokenizer
-from ..hub.cards import render
+from ..hub.cards import is_hub_name, render
+from ..hub.foreign import Markdown, one_line, python
+from ..modeling.hub_bundle import bundle_for, refuse_foreign
+from ..modeling.implementations import is_third_party
 from .arguments import BadInput, ModelArguments, ProgramArguments, SourceArguments
 from .callbacks import StopOnInterrupt, use_progress
 from .checkpoints import (
     STATE,
+    Manifests,
     check_optimizer,
     checkpoint_to_resume,
     checkpoints,
-    remove_incomplete,
+    clear_away,
+    last_complete_checkpoint,
     save_atomically,
 )
+from .failures import RunFailed, Terminated, no_room
+from .lock import RunLock
+from .recipe import recipe
 from .results import LOSS_PICTURE, Results, draw_loss, loss_curve
 from .sources import Source, load_source
 
@@ -66,6 +75,7 @@ class Run(abc.ABC):
     tokenizer_kind: Objective = "mlm"  # the special tokens of a tokenizer trained here
     baseline_name: str  # key of the baseline in `metrics`
     baseline_words: str
+    embedded_language: str | None = None  # of the data that is used when none is named
 
     def __init__(
         self,
@@ -80,6 +90,8 @@ class Run(abc.ABC):
         self.model_args, self.data_args, self.args = model_args, data_args, training_args
         self.labels: dict[str, Any] = {}
         data_args.check()
+        model_args.check()
+        training_args.check()
         self.overrides = model_args.overrides()
         if model_args.model_name_or_path:
             if self.overrides:
@@ -90,7 +102,10 @@ class Run(abc.ABC):
         else:
             with torch.device("meta"):  # finds a mixer that cannot do it before any work is done
                 good(lambda: auto_class.from_config(self._config(model_args.vocab_size), **self._computation()))
-        self.checkpoint = checkpoint_to_resume(training_args)
+        self.lock = RunLock(training_args.output_dir or "")
+        self.lock.check()
+        self.checkpoint = checkpoint_to_resume(training_args, self._expected_class())
+        self._check_code()
         if self.checkpoint is not None and not model_args.model_name_or_path:
             self._check_same_model(self.checkpoint)
         self.tokenizer: PreTrainedTokenizerBase | None = None
@@ -129,6 +144,23 @@ class Run(abc.ABC):
         return readable(
             name, lambda: AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust)
         )  # fmt: skip
+
+    def _expected_class(self) -> str | None:
+        """Name of the class of the model that is trained; None where only code of a checkpoint knows."""
+        config = self.pretrained_config if self.model_args.model_name_or_path else FrankensteinConfig()
+        try:
+            return self.auto_class._model_mapping[type(config)].__name__
+        except (KeyError, AttributeError):
+            return None
+
+    def _check_code(self) -> None:
+        """Files of the output folder that saving would replace are found before the training, not after it."""
+        output, known = Path(self.args.output_dir or ""), self.model_args.model_name_or_path
+        config = self.pretrained_config if known else self._config(self.model_args.vocab_size)
+        if not self.args.do_train or not output.is_dir() or not isinstance(config, FrankensteinConfig):
+            return
+        if not any(is_third_party(spec) for spec in config.reached_components()):
+            good(lambda: refuse_foreign(output, bundle_for(config)))
 
     def _check_same_model(self, checkpoint: Path) -> None:
         """The checkpoint's config must be the one asked for; else its weights would be dropped or misread."""
@@ -181,10 +213,15 @@ class Run(abc.ABC):
         model_args = self.model_args
         name = model_args.tokenizer_name or self.checkpoint or model_args.model_name_or_path
         if name is not None:
-            tokenizer = AutoTokenizer.from_pretrained(
+            flag = "tokenizer_name" if name == model_args.tokenizer_name else "model_name_or_path"
+            tokenizer = readable(
                 str(name),
-                revision=model_args.model_revision if name == model_args.model_name_or_path else "main",
-                trust_remote_code=model_args.trust_remote_code,
+                lambda: AutoTokenizer.from_pretrained(
+                    str(name),
+                    revision=model_args.model_revision if name == model_args.model_name_or_path else "main",
+                    trust_remote_code=model_args.trust_remote_code,
+                ),
+                flag,
             )
         else:
             length = max(2048, self.data_args.block_size)
@@ -218,13 +255,17 @@ class Run(abc.ABC):
         set_seed(self.args.seed)
         model_args = self.model_args
         if model_args.model_name_or_path:
-            model = self.auto_class.from_pretrained(
+            options = {**self._computation(), **self.labels}
+            if self.labels:  # a head for other labels is new
+                options["ignore_mismatched_sizes"] = True
+            model = readable(
                 model_args.model_name_or_path,
-                revision=model_args.model_revision,
-                trust_remote_code=model_args.trust_remote_code,
-                **self._computation(),
-                **self.labels,
-                **({"ignore_mismatched_sizes": True} if self.labels else {}),  # a head for other labels is new
+                lambda: self.auto_class.from_pretrained(
+                    model_args.model_name_or_path,
+                    revision=model_args.model_revision,
+                    trust_remote_code=model_args.trust_remote_code,
+                    **options,
+                ),
             )
             for key, value in self.fixed.items():
                 if hasattr(model.config, key):
@@ -251,21 +292,46 @@ class Run(abc.ABC):
         """Evaluate, train, save, evaluate again, write `metrics.json`; returns what it holds.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C; a complete checkpoint has been written unless it was pressed twice.
+            BadInput: Another run writes into the output folder.
+            KeyboardInterrupt: Ctrl-C or SIGTERM (`Terminated`); a complete checkpoint has been written unless it came
+                twice.
+            RunFailed: The disk is full.
         """
-        args, output = self.args, Path(self.args.output_dir or "")
+        output = Path(self.args.output_dir or "")
+        with self.lock if self.args.process_index == 0 else contextlib.nullcontext():
+            if self.lock.left:
+                self.say(f"An earlier run was killed here: {self.lock.left}.")
+            try:
+                return self._train_and_evaluate(trainer, output)
+            except Exception as error:
+                if not no_room(error, output):
+                    raise
+                raise RunFailed(self._full_disk(output)) from error
+
+    def _full_disk(self, output: Path) -> str:
+        """Clear away what did not fit; what to say about it."""
+        said = [f"The disk (or the quota) of {output} is full."]
+        if self.args.process_index == 0:
+            said += [f"{line}." for line in clear_away(output)]
+        last = last_complete_checkpoint(output)
+        said.append(f"Safe is {last.name}." if last else "There was no complete checkpoint yet.")
+        return " ".join((*said, "Make room and run again" + (" to continue from there." if last else ".")))
+
+    def _train_and_evaluate(self, trainer: Trainer, output: Path) -> dict[str, Any]:
+        args = self.args
         use_progress(trainer)
+        trainer.add_callback(Manifests())
         if args.do_train and self.checkpoint is not None:
             check_optimizer(trainer, self.checkpoint)
         transformers.logging.disable_progress_bar()  # one per checkpoint, through the middle of the training bar
-        if args.do_train:
+        if args.do_train and args.process_index == 0:
             if args.overwrite_output_dir:
                 for path in checkpoints(output):
                     shutil.rmtree(path)
                 for name in (METRICS, LOSS_PICTURE):
                     (output / name).unlink(missing_ok=True)
-            for removed in remove_incomplete(output):
-                self.say(f"Removed {removed}")
+            for line in clear_away(output):
+                self.say(line)
         if args.do_eval:
             self.metrics[self.baseline_name] = self.baseline(trainer)
             self.metrics["before"] = self.evaluate(trainer)
@@ -283,6 +349,8 @@ class Run(abc.ABC):
                 self.metrics["after"] = self.evaluate(trainer)
                 self.say(f"After:  {self.result_line(self.metrics['after'])}")
             self.say(f"        {self.baseline_words}: {self.result_line(self.metrics[self.baseline_name])}")
+        if args.do_train:
+            self.metrics["recipe"] = recipe(trainer)
         self.metrics["objective"] = self.objective
         self.metrics["seconds"] = round(time.monotonic() - self._start, 1)
         self.metrics["versions"] = {
@@ -299,9 +367,33 @@ class Run(abc.ABC):
             if self.model_args.model_name_or_path:
                 card["finetuned_from"] = self.model_args.model_name_or_path
             if data.dataset_name:
-                card |= {"dataset_tags": data.dataset_name, "dataset": data.dataset_name}
+                card |= {"dataset": data.dataset_name}
+                card |= {"dataset_tags": data.dataset_name} if is_hub_name(data.dataset_name) else {}
             trainer.push_to_hub(**card)
+        if args.do_train:
+            self.say(f"The model is in {output}. To use it:\n{self.usage(output)}")
         return self.metrics
+
+    def languages(self) -> tuple[str, ...]:
+        """The languages the user named, or that of the data that comes along."""
+        named, data = self.model_args.languages(), self.data_args
+        embedded = not (data.dataset_name or data.train_file) and self.embedded_language
+        return named or ((embedded,) if embedded else ())
+
+    def usage(self, output: Path) -> str:
+        """A command that uses the model."""
+        return in_shell(
+            f"import frankenstein_hf; from transformers import pipeline; "
+            f"print(pipeline({python(self.task)}, {python(str(output))})({python(self.example())}))"
+        )
+
+    def example(self) -> str:
+        """A text to try the model on."""
+        return "Try it on a text of your own."
+
+    def sample(self, trainer: Trainer) -> Markdown:
+        """What the model makes of held-out data, for the card; "" for nothing to show."""
+        return Markdown("")
 
     def _write_results(self, trainer: Trainer, output: Path) -> None:
         """`metrics.json`, the loss curve, and both in the card of a model that was trained."""
@@ -309,14 +401,20 @@ class Run(abc.ABC):
         picture = None
         if self.args.do_train:
             self.metrics["curve"] = loss_curve(trainer.state.log_history, self.metrics)
-            picture, missing = draw_loss(self.metrics["curve"], output / LOSS_PICTURE)
+            title = f"{self.task} model trained on {self.source.name}"
+            baseline = self.metrics.get(self.baseline_name, {}).get("loss")
+            picture, missing = draw_loss(
+                self.metrics["curve"], output / LOSS_PICTURE, title, baseline, self.baseline_words
+            )
             if missing:
                 self.say(missing)
         write_json(output / METRICS, self.metrics)
         if self.args.do_train:
+            source, model_args = self.source, self.model_args
             results = Results(
-                self.metrics, self.baseline_name, self.baseline_words, self.task, self.source.name,
-                self.data_args.dataset_name, picture,
+                self.metrics, self.baseline_name, self.baseline_words, self.task, source.name,
+                self.data_args.dataset_name, picture, source.words, source.held_out, self.sample(trainer),
+                model_args.license, self.languages(),
             )  # fmt: skip
             self.add_to_card(trainer, output, results)
 
@@ -342,7 +440,9 @@ class Run(abc.ABC):
         trainer._load_from_checkpoint(str(self.checkpoint))
         trainer.state = TrainerState.load_from_json(str(self.checkpoint / STATE))
         noted = Path(self.args.output_dir or "") / METRICS
-        before = json.loads(noted.read_text(encoding="utf-8")) if noted.is_file() else {}
+        before: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):  # it is only missing then, or damaged
+            before = json.loads(noted.read_text(encoding="utf-8"))
         self.metrics["train"] = before.get("train", {"steps": trainer.state.global_step})
         self.say(
             f"{self.checkpoint} has all {trainer.state.global_step} steps already: nothing to train. Ask for more with "
@@ -359,16 +459,16 @@ class Run(abc.ABC):
             try:
                 result = trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
             except KeyboardInterrupt:
-                remove_incomplete(output)
+                clear_away(output)
                 raise
             finally:
                 trainer.remove_callback(stop)
                 trainer_logger.removeFilter(_not_about_tied_weights)
-        if stop.requested and trainer.state.global_step < trainer.state.max_steps:
+        if stop.requested is not None and trainer.state.global_step < trainer.state.max_steps:
             self.say(
                 f"Stopped at step {trainer.state.global_step} of {trainer.state.max_steps}; run again to continue."
             )
-            raise KeyboardInterrupt
+            raise stop.interrupt(stop.requested)
         self.metrics["train"] = {
             "steps": trainer.state.global_step,
             **{key.removeprefix("train_"): value for key, value in result.metrics.items()},
@@ -377,7 +477,7 @@ class Run(abc.ABC):
     def say(self, line: str) -> None:
         """Print a line, once in a distributed run."""
         if self.args.process_index == 0:
-            print(line, flush=True)
+            print("\n".join(map(one_line, line.splitlines())), flush=True)
 
 
 def _not_about_tied_weights(record: logging.LogRecord) -> bool:
@@ -393,22 +493,40 @@ def good(make: Callable[[], Any]) -> Any:
         raise error if isinstance(error, BadInput) else BadInput(str(error)) from error
 
 
-def readable(name: str | None, read: Callable[[], Any]) -> Any:
-    """`read()`, its errors as `BadInput` about the checkpoint called `name`."""
+def in_shell(program: str) -> str:
+    """A command line that runs a line of Python."""
+    return f"python -c {shlex.quote(program)}"
+
+
+def readable(name: str | None, read: Callable[[], Any], flag: str = "model_name_or_path") -> Any:
+    """`read()`, its errors as `BadInput` about the checkpoint called `name`, which was given as --`flag`."""
     try:
         return read()
-    except (OSError, ValueError) as error:
+    except BadInput:
+        raise
+    except Exception as error:  # tokenizers and safetensors raise kinds of their own for damaged files
+        if no_room(error, ""):
+            raise
         reason = " ".join(str(error).split())
-        raise BadInput(f"Cannot read --model_name_or_path {name}: {reason}") from error
+        raise BadInput(f"Cannot read --{flag} {name}: {reason}") from error
 
 
 def run_main(main: Callable[[], Any]) -> None:
-    """Run a program: bad input becomes one line on stderr and exit status 2, Ctrl-C exit status 130."""
+    """Run a program. What the user can do something about becomes one line on stderr.
+
+    The exit status is 2 for bad input, 1 for a failure from outside, 130 for Ctrl-C and 143 for SIGTERM.
+    """
+    name = Path(sys.argv[0]).name
     try:
         main()
-    except BadInput as error:
-        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except KeyboardInterrupt:
+    except (BadInput, RunFailed) as error:
+        print(f"{name}: error: {one_line(error)}", file=sys.stderr)
+        raise SystemExit(2 if isinstance(error, BadInput) else 1) from None
+    except KeyboardInterrupt as error:
         print("Interrupted.", file=sys.stderr)
-        raise SystemExit(130) from None
+        raise SystemExit(143 if isinstance(error, Terminated) else 130) from None
+    except Exception as error:
+        if not no_room(error, ""):
+            raise
+        print(f"{name}: error: The disk (or the quota) is full: {one_line(error)}", file=sys.stderr)
+        raise SystemExit(1) from None

@@ -10,9 +10,11 @@ from huggingface_hub import EvalResult
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from ..data.atomic import write_bytes
-from ..hub.cards import checkpoint_link
+from ..hub.cards import checkpoint_link, is_hub_name
+from ..hub.foreign import Markdown, code, markdown, one_line
 
 LOSS_PICTURE = "loss.png"
+NOTHING = Markdown("")
 Curve = dict[str, list[list[float]]]
 
 
@@ -21,13 +23,18 @@ class Results:
     """What a run found.
 
     Attributes:
-        metrics: With "before" and "after" and the baseline, dicts from names to numbers; as in `metrics.json`.
+        metrics: With "before" and "after", the baseline and the "recipe", dicts from names to values; as in
+            `metrics.json`.
         baseline: Key of the baseline in `metrics`.
         baseline_words: What the baseline is.
         task: What the Hub calls the task.
-        data: What it was evaluated on, in words.
+        data: What it was trained on.
         dataset: The same as a name of the Hub, if it has one.
         picture: Name of the file with the loss curve, or None.
+        data_words: What it was trained on, for a card.
+        held_out: What it was evaluated on, for a card.
+        sample: What the model makes of held-out data, for a card; "" for none.
+        license, languages: What the user said about the model.
     """
 
     metrics: dict[str, Any]
@@ -35,43 +42,59 @@ class Results:
     baseline_words: str
     task: str
     data: str
-    dataset: str | None
-    picture: str | None
+    dataset: str | None = None
+    picture: str | None = None
+    data_words: Markdown = NOTHING
+    held_out: Markdown = NOTHING
+    sample: Markdown = NOTHING
+    license: str | None = None
+    languages: tuple[str, ...] = ()
 
-    def text(self, start: str | None = None) -> str:
-        """Markdown: what it was trained on, a table of the metrics before and after, and the picture.
+    def text(self, start: str | None = None) -> Markdown:
+        """Markdown: the data, a table of the metrics before and after, the picture, the recipe and a sample.
 
         Args:
             start: The checkpoint that training started from, a name of the Hub or a folder; None or "" for none.
         """
         before, after, baseline = (self.metrics.get(key, {}) for key in ("before", "after", self.baseline))
-        origin = self.metrics.get("data", {}).get("origin", "")
-        said = [
-            f"Trained on: {origin if origin.startswith(self.data) else self.data}."
-        ]  # without folders of this machine
+        said = [f"Trained on {self.data_words or code(self.data)}."]  # without folders of this machine
         if start:
             said.insert(0, f"Training started from the checkpoint {checkpoint_link(start)}.")
         if after:
-            said.append("Evaluated on the part of it that was held out:")
+            said.append(f"Evaluated on {self.held_out or 'the part of it that was held out'}:")
         parts = [" ".join(said)]
         if after:
-            rows = [f"| | before | after | {self.baseline_words} |", "|---|---:|---:|---:|"]
-            for name, value in after.items():
-                cells = (before.get(name), value, baseline.get(name))
-                rows.append(f"| {name.replace('_', ' ')} | {' | '.join(map(_number, cells))} |")
-            parts.append("\n".join(rows))
+            rows = [("", "before", "after", self.baseline_words), ("---", "---:", "---:", "---:")]
+            rows += [
+                (k.replace("_", " "), *map(_number, (before.get(k), v, baseline.get(k)))) for k, v in after.items()
+            ]
+            parts.append(_table(rows))
         if self.picture:
-            parts.append(f"![loss]({self.picture})")
-        return "\n\n".join(parts)
+            parts.append(f"![Loss of training and of held-out data]({self.picture})")
+        if recipe := self.metrics.get("recipe"):
+            parts.append("### Recipe")
+            parts.append(_table([("", ""), ("---", "---"), *((k, _number(v)) for k, v in recipe.items())]))
+        if self.sample:
+            parts.append(self.sample)
+        return Markdown("\n\n".join(parts))
+
+    def metadata(self) -> dict[str, Any]:
+        """What the Hub reads about licence, languages and data."""
+        known = {
+            "license": self.license,
+            "language": list(self.languages),
+            "datasets": [self.dataset] if self.dataset and is_hub_name(self.dataset) else None,
+        }
+        return {key: value for key, value in known.items() if value}
 
     def model_index(self, name: str) -> list[dict[str, Any]] | None:
         """The metrics after training as the Hub's `model-index` of a model called `name`; None without any."""
         results = [
             EvalResult(
                 task_type=self.task,
-                dataset_type=self.dataset or "other",
-                dataset_name=self.data,
-                metric_type=metric,
+                dataset_type=self.dataset if self.dataset and is_hub_name(self.dataset) else "other",
+                dataset_name=one_line(self.data),
+                metric_type=one_line(metric),
                 metric_value=value,
             )
             for metric, value in self.metrics.get("after", {}).items()
@@ -80,8 +103,15 @@ class Results:
         return eval_results_to_model_index(name, results) if results else None
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"
+def _number(value: Any) -> str:
+    if isinstance(value, int | float):
+        return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    return "–" if value is None else value
+
+
+def _table(rows: list[tuple[Any, ...]]) -> str:
+    border = rows[1]
+    return "\n".join(f"| {' | '.join(row if row is border else map(markdown, row))} |" for row in rows)
 
 
 def loss_curve(history: list[dict[str, Any]], metrics: dict[str, Any]) -> Curve:
@@ -98,8 +128,18 @@ def loss_curve(history: list[dict[str, Any]], metrics: dict[str, Any]) -> Curve:
     return {name: sorted(map(list, points.items())) for name, points in (("train", train), ("held_out", held_out))}
 
 
-def draw_loss(curve: Curve, path: Path) -> tuple[str | None, str | None]:
+def draw_loss(
+    curve: Curve, path: Path, title: str = "", baseline: float | None = None, baseline_words: str = ""
+) -> tuple[str | None, str | None]:
     """Draw the curve into a PNG.
+
+    A training loss is the mean since the one before, and stands in the middle of the steps it is the mean of.
+
+    Args:
+        curve: From `loss_curve`.
+        path: Where to write.
+        title: What was trained.
+        baseline, baseline_words: The loss of knowing next to nothing, if there is one, and what that is.
 
     Returns:
         The file's name, or None when it could not be drawn, and then why, in one line.
@@ -112,14 +152,30 @@ def draw_loss(curve: Curve, path: Path) -> tuple[str | None, str | None]:
         return None, f"No {path.name}: drawing the loss needs matplotlib, pip install 'frankenstein_hf[plots]'."
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     axes = figure.subplots()
-    held_out = "o-" if len(curve["held_out"]) > 2 else "o"  # a line through two points would tell of a course
-    for name, label, style in (("train", "training", "-"), ("held_out", "held out", held_out)):
-        if curve[name]:
-            axes.plot(*zip(*curve[name]), style, label=label, markersize=4)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss")
+    places = [0, *(step for step, _ in curve["train"])]
+    middles = [[(before + step) / 2, loss] for before, (step, loss) in zip(places, curve["train"])]
+    for points, label, colour in ((middles, "training", "C0"), (curve["held_out"], "held out", "C1")):
+        if points:
+            marker = "o-" if colour == "C1" or len(points) < 60 else "-"
+            axes.plot(*zip(*points), marker, color=colour, label=label, markersize=3 if colour == "C0" else 5)
+            axes.annotate(
+                f" {label}",
+                (points[-1][0], points[-1][1]),
+                color=colour,
+                va="top" if colour == "C0" else "bottom",
+                annotation_clip=False,
+            )
+    if baseline is not None and math.isfinite(baseline):
+        axes.axhline(baseline, color="0.5", linestyle="--", linewidth=1, label=baseline_words)
+        axes.annotate(
+            baseline_words, (0, baseline), xycoords=("axes fraction", "data"), xytext=(4, 3),
+            textcoords="offset points", color="0.4",
+        )  # fmt: skip
+    axes.margins(x=0.12)
+    axes.set_xlabel("training step")
+    axes.set_ylabel("loss (nats)" if baseline is not None else "loss")
+    axes.set_title(one_line(title), fontsize="medium", parse_math=False)
     axes.grid(alpha=0.3)
-    axes.legend()
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150)
     write_bytes(path, buffer.getvalue())

@@ -288,3 +288,27 @@ def test_the_generated_registry_has_the_interface_of_the_one_it_replaces():
         (CLASSES, "modeling_discovered.py"),
     ):
         assert public(flat[file]) - {"entries"} == public((ROOT / part / f"{name}.py").read_text()) - {"spec_modules"}
+
+
+@pytest.mark.parametrize("name", ["modeling_layer.py", "configuration_frankenstein.py", "modeling_mixers_gla.py"])
+def test_files_that_were_not_generated_are_never_replaced(name, tmp_path):
+    """By `save_pretrained`, and by what passes its files on; nothing else is written then either."""
+    (tmp_path / name).write_text("mine = 1\n")
+    model = tiny_model("gla")
+    with pytest.raises(ValueError, match=rf"did not write.*{name}.*save_code=False"):
+        model.save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text() == "mine = 1\n"
+    model.save_pretrained(tmp_path, save_code=False)
+    assert (tmp_path / name).read_text() == "mine = 1\n" and (tmp_path / "model.safetensors").exists()
+    (tmp_path / name).unlink()
+    for _ in range(2):  # generated ones are
+        model.save_pretrained(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("nowhere")
+    with pytest.raises(ValueError, match=name):
+        model.save_pretrained(tmp_path)
+
+
+def test_every_generated_file_carries_the_mark(tmp_path):
+    tiny_model(CAUSAL).save_pretrained(tmp_path)
+    assert set(bundle_files(tmp_path)) == code_in(tmp_path) != set()

@@ -224,7 +224,7 @@ def test_a_checkpoint_of_the_hub_is_the_base_model_and_a_folder_is_not(hub, tmp_
         render(model, tmp_path, results=found)
         model.save_pretrained(tmp_path)  # again, without results
         card = ModelCard.load(tmp_path / "README.md")
-        assert card.data.base_model == expected and "Trained on: lakes." in card.text
+        assert card.data.base_model == expected and "Trained on `lakes`." in card.text
         assert ("started from the checkpoint" in card.text) is bool(start) and str(tmp_path) not in card.content
     trainer = make_trainer(tmp_path, push_to_hub=True, hub_model_id="me/monster")
     trainer.push_to_hub(finetuned_from=str(tmp_path))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokeniz
 from frankenstein_hf.data.atomic import write_json
 from frankenstein_hf.training import callbacks, programs
 from frankenstein_hf.training.arguments import BadInput
-from frankenstein_hf.training.checkpoints import checkpoint_problem, last_complete_checkpoint
+from frankenstein_hf.training.checkpoints import checkpoint_problem, last_complete_checkpoint, write_manifest
 
 from .conftest import TINY
 
@@ -112,7 +112,7 @@ def test_a_checkpoint_cut_short_is_not_resumed_from(flags, tmp_path, capsys):
     (out / "metrics.json").unlink()
     weights = out / "checkpoint-4" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    assert "model.safetensors is truncated" in checkpoint_problem(out / "checkpoint-4")
+    assert "model.safetensors has" in checkpoint_problem(out / "checkpoint-4")
     state = out / "checkpoint-2" / "trainer_state.json"
     complete = state.read_text()
     state.write_text(complete[:50])
@@ -123,22 +123,26 @@ def test_a_checkpoint_cut_short_is_not_resumed_from(flags, tmp_path, capsys):
     optimizer = out / "checkpoint-2" / "optimizer.pt"
     whole = optimizer.read_bytes()
     optimizer.write_bytes(whole[:-10])
-    assert "optimizer.pt is truncated" in checkpoint_problem(out / "checkpoint-2")
+    assert "optimizer.pt has" in checkpoint_problem(out / "checkpoint-2")
     optimizer.write_bytes(whole)
 
     saved = torch.load(optimizer, weights_only=True)  # as if the parameters had been in another order then
     group = saved["param_groups"][0]["params"]
     saved["state"][group[0]], saved["state"][group[1]] = saved["state"][group[1]], saved["state"][group[0]]
     torch.save(saved, optimizer)
+    write_manifest(out / "checkpoint-2")
     with pytest.raises(BadInput, match="optimizer state"):
         run_clm.main(flags())
     optimizer.write_bytes(whole)
+    write_manifest(out / "checkpoint-2")
     capsys.readouterr()
     run_clm.main(flags())
     captured = capsys.readouterr()
     output = captured.out
     assert "missing keys" not in captured.err
-    assert "Removed checkpoint-4" in output and "Resuming from" in output and "checkpoint-2" in output
+    assert "Set checkpoint-4 aside as damaged-checkpoint-4: model.safetensors has" in output
+    assert (out / "damaged-checkpoint-4").is_dir()
+    assert "Resuming from" in output and "checkpoint-2" in output
     assert _equal(_weights(out), expected)
 
 
@@ -183,6 +187,10 @@ BAD = {
         {"model_name_or_path": "nowhere/at/all", "layer_pattern": None, "config_overrides": None},
         "Cannot read --model_name_or_path nowhere/at/all",
     ),
+    "no text": ({"output_dir": "a\udcff"}, "--output_dir .* is no text in UTF-8"),
+    "no name of the Hub": ({"hub_model_id": 'x"); import os; ("'}, "--hub_model_id .* must be a name on the Hub"),
+    "no licence": ({"license": "MIT License"}, "--license 'MIT License' must be a short name"),
+    "no language": ({"language": "en,Deutsch"}, "--language 'Deutsch' must be a short name"),
     "no place to write": ({"output_dir": None}, "--output_dir is missing"),
 }
 

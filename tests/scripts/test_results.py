@@ -8,6 +8,7 @@ import sys
 import pytest
 from huggingface_hub import ModelCard
 
+from frankenstein_hf.hub.foreign import Markdown
 from frankenstein_hf.training import results
 from tests.hub.test_cards import hub  # noqa: F401  (a fixture)
 
@@ -26,7 +27,7 @@ def test_the_card_holds_the_metrics_and_the_picture(program, flags, tmp_path):
     metrics = program.main(flags())
     out = tmp_path / "out"
     card = ModelCard.load(out / "README.md")
-    assert "![loss](loss.png)" in card.text and 'from_pretrained("out"' in card.text
+    assert "held-out data](loss.png)" in card.text and 'from_pretrained("YOUR-NAME/out"' in card.text
     rows = table(card.text)
     baseline, before, after = (metrics[name]["loss"] for name in ("unigram", "before", "after"))
     assert rows["loss"] == [f"{value:.4g}" for value in (before, after, baseline)]
@@ -55,19 +56,21 @@ def test_a_card_written_by_hand_stays(flags, tmp_path):
 def test_the_card_names_data_licence_and_start(program, flags, tmp_path):
     program.main(flags())
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "\nTrained on: text.txt. Evaluated on the part" in card and "checkpoint" not in card
+    assert "\nTrained on `text.txt`. Evaluated on 5 % of its rows, drawn with the seed 42 and held out:\n" in card
+    assert "the checkpoint" not in card
     new = {"layer_pattern": None, "config_overrides": None, "vocab_size": None, "max_steps": 1}
     program.main(flags(output="second", model_name_or_path=tmp_path / "out", **new))
     card = ModelCard.load(tmp_path / "second" / "README.md")
-    assert "\nTraining started from the checkpoint `out`. Trained on: text.txt." in card.text
+    assert "\nTraining started from the checkpoint `out`. Trained on `text.txt`." in card.text
     assert card.data.base_model is None and str(tmp_path) not in card.content
 
 
 def test_the_text_has_the_licence_of_data_that_comes_along():
     metrics = {"data": {"origin": "Digits (CC BY 4.0)"}}
-    found = results.Results(metrics, "majority", "always the same", "text-classification", "Digits", None, None)
+    words = {"data_words": Markdown("Digits (CC BY 4.0)")}
+    found = results.Results(metrics, "majority", "always the same", "text-classification", "Digits", **words)
     link = "[me/monster](https://huggingface.co/me/monster)"
-    assert found.text() == "Trained on: Digits (CC BY 4.0)."
+    assert found.text() == "Trained on Digits (CC BY 4.0)."
     assert found.text("me/monster").startswith(f"Training started from the checkpoint {link}. ")
 
 
@@ -80,7 +83,7 @@ def test_a_push_carries_results_picture_and_metrics(flags, tmp_path, hub):  # no
     assert json.loads(last["metrics.json"]) == metrics and last["loss.png"]
     card = ModelCard(last["README.md"])
     assert table(card.text) == table((tmp_path / "out" / "README.md").read_text()) != {}
-    assert "![loss](loss.png)" in card.text and "- learning_rate:" in card.text  # ours and Trainer's
+    assert "held-out data](loss.png)" in card.text and "- learning_rate:" in card.text  # ours and Trainer's
     measured = {result.metric_type: result.metric_value for result in card.data.eval_results}
     assert measured == metrics["after"]
     assert 'from_pretrained("me/monster"' in card.text
@@ -100,12 +103,15 @@ def test_the_picture_shows_the_curve(tmp_path, monkeypatch):
     save = figure.Figure.savefig
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k)))
     curve = {"train": [[1, 3.0], [2, 2.0]], "held_out": [[0, 4.0], [1, 3.0], [2, 2.5]]}
-    assert results.draw_loss(curve, tmp_path / "loss.png") == ("loss.png", None)
+    title = r"a model on $\frac{ and }$"  # foreign text is no mathematics
+    drawing = results.draw_loss(curve, tmp_path / "loss.png", title, 3.25, "token frequencies")
+    assert drawing == ("loss.png", None)
     (axes,) = drawn[0].axes
-    assert {line.get_label(): line.get_xydata().tolist() for line in axes.lines} == {
-        "training": curve["train"],
-        "held out": curve["held_out"],
-    }
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    # a training loss is a mean over the steps since the one before, and stands amid them
+    assert lines["training"] == [[0.5, 3.0], [1.5, 2.0]] and lines["held out"] == curve["held_out"]
+    assert {y for _, y in lines["token frequencies"]} == {3.25} and axes.get_title() == title
+    assert {text.get_text().strip() for text in axes.texts} == set(lines) and axes.get_legend() is None
     assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
     assert results.draw_loss({"train": [], "held_out": []}, tmp_path / "no.png") == (None, None)
 

@@ -1,0 +1,42 @@
+"""What ends a program from outside, as one line for the user instead of a traceback."""
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# torch and safetensors write in their own code and report the system's words, or only that writing failed
+NO_ROOM_WORDS = re.compile(r"No space left|[Qq]uota exceeded|File too large|os error (28|122|27)\b")
+WRITE_FAILED_WORDS = re.compile(r"PytorchStreamWriter failed|file write failed|unexpected pos|I/O error")
+LITTLE = 4 << 20  # bytes
+
+
+class RunFailed(RuntimeError):
+    """Something outside the program stopped it; the message says what is safe and what to do."""
+
+
+class Terminated(KeyboardInterrupt):
+    """The program was told to end by SIGTERM, and has written a checkpoint."""
+
+
+def no_room(error: BaseException, folder: str | os.PathLike) -> bool:
+    """Whether an error means that what was written into `folder` did not fit on its disk, or into a quota."""
+    for found in _chain(error):
+        if isinstance(found, OSError) and found.errno in NO_ROOM:
+            return True
+        if NO_ROOM_WORDS.search(str(found)):
+            return True
+        if WRITE_FAILED_WORDS.search(str(found)):
+            existing = next((path for path in (Path(folder), *Path(folder).parents) if path.exists()), Path())
+            if shutil.disk_usage(existing).free < LITTLE:
+                return True
+    return False
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
