@@ -136,7 +136,7 @@ def rendered(name: str, folder: Path, **repo: str) -> str:
         render(model, place, **repo)  # again: the sections are taken over
         assert (place / "README.md").read_text() == first
     finally:
-        implementations._REGISTERED.clear()
+        implementations._REGISTERED.pop(implementations._key(spec))
     return first
 
 
