@@ -27,14 +27,17 @@ def make_mixer(name: str, params: dict | None = None, seed: int = 0, **changes):
     return mixer.double().eval()
 
 
-def run(mixer, x: torch.Tensor, is_causal: bool = True, backend: str = "sdpa", input_ids=None) -> torch.Tensor:
-    context = make_context(
+def plain_context(mixer, x: torch.Tensor, is_causal: bool = True, backend: str = "sdpa", input_ids=None):
+    return make_context(
         Batch.like(x, input_ids=input_ids),
         is_causal=is_causal,
         backend=backend,
         rotary_function=RotaryEmbedding(mixer.config),
     )
-    return mixer(x, context)[0]
+
+
+def run(mixer, x: torch.Tensor, is_causal: bool = True, backend: str = "sdpa", input_ids=None) -> torch.Tensor:
+    return mixer(x, plain_context(mixer, x, is_causal, backend, input_ids))[0]
 
 
 def numpy_weights(mixer) -> dict:

@@ -11,7 +11,7 @@ from frankenstein_hf.configuration.registries import MIXERS
 from frankenstein_hf.modeling.cache import cache_num_bytes
 
 from ..tiny import assert_near, relative_rms, tiny_model, tokens
-from .run import make_mixer, numpy_weights, run
+from .run import make_mixer, numpy_weights, plain_context, run
 from .test_dense import rotate
 
 H, W, D, T = 2, 10, 20, 13
@@ -185,6 +185,170 @@ def test_decoding_never_expands_what_is_cached(name):
     assert max(rows) == 80 and all(n <= rank for n in rows if n != 80)
 
 
+# tucker, mfa, gta, iha ------------------------------------------------------------------------------------------------
+
+
+def heads_of(x: np.ndarray, count: int) -> list[np.ndarray]:
+    return np.split(x, count, axis=1)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_tucker_is_attention_on_products_of_cores_and_factors(is_causal):
+    def expected(x, w, p, is_causal):
+        q, k, v = (
+            heads_of(x @ (w[f"{name}_core_proj.weight"] @ w[f"{name}_factor_proj.weight"]).T, H) for name in "qkv"
+        )
+        out = [softmax_attention(rotate(q[h]) @ rotate(k[h]).T / np.sqrt(W), v[h], is_causal) for h in range(H)]
+        return np.concatenate(out, axis=1) @ w["o_proj.weight"].T
+
+    check(make_mixer("tucker", {"query_rank": 7, "key_rank": 5, "value_rank": 6}), expected, is_causal)
+
+
+def test_tucker_of_full_ranks_is_multi_head_attention():
+    standard, tucker = make_mixer("standard", num_key_value_heads=H), make_mixer("tucker", dict.fromkeys(
+        ("query_rank", "key_rank", "value_rank"), D
+    ))  # fmt: skip
+    w = standard.state_dict()
+    factors = {f"{name}_factor_proj.weight": torch.eye(D) for name in "qkv"}
+    cores = {f"{name}_core_proj.weight": w[f"{name}_proj.weight"] for name in "qkv"}
+    tucker.load_state_dict({**factors, **cores, "o_proj.weight": w["o_proj.weight"]})
+    x = torch.randn(2, T, D, dtype=torch.float64)
+    assert_near(run(tucker, x), run(standard, x), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("key_reuse", [True, False])
+def test_mfa_is_wide_query_heads_over_one_key_and_value_head(key_reuse):
+    C = 6
+
+    def expected(x, w, p, is_causal):
+        q = heads_of(x @ w["q_shared_proj.weight"].T @ w["q_proj.weight"].T, H)
+        k = x @ w["k_proj.weight"].T
+        v = k + w["value_gate"] * (k @ w["value_mix_proj.weight"].T) if key_reuse else x @ w["v_proj.weight"].T
+        out = [softmax_attention(rotate(q[h]) @ rotate(k).T / np.sqrt(C), v, is_causal) for h in range(H)]
+        return np.concatenate(out, axis=1) @ w["o_proj.weight"].T
+
+    mixer = make_mixer("mfa", {"factor_rank": C, "key_reuse": key_reuse})
+    if key_reuse:
+        assert not mixer.value_gate.any()  # V = K at first
+        torch.nn.init.normal_(mixer.value_gate)
+    check(mixer, expected)
+
+
+def test_gta_shares_maps_in_groups_and_decodes_values_through_silu():
+    for groups in (1, 2):
+
+        def expected(x, w, p, is_causal, groups=groups):
+            q, k = (heads_of(x @ w[f"{name}_proj.weight"].T, H) for name in "qk")
+            u = x @ w["v_down_proj.weight"].T @ w["v_up_proj.weight"].T
+            v = heads_of(u / (1 + np.exp(-u)), H)
+            out = []
+            for h in range(H):
+                members = [m for m in range(H) if m * groups // H == h * groups // H]
+                q_g, k_g = (np.mean([y[m] for m in members], axis=0) for y in (q, k))
+                out.append(softmax_attention(rotate(q_g) @ rotate(k_g).T / np.sqrt(W), v[h], is_causal))
+            return np.concatenate(out, axis=1) @ w["o_proj.weight"].T
+
+        check(make_mixer("gta", {"num_shared_groups": groups, "value_latent_rank": 6}), expected)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_iha_averages_the_pseudo_heads_of_each_head(kv_heads):
+    P = 3
+
+    def expected(x, w, p, is_causal):
+        q = heads_of(x @ w["q_proj.weight"].T, H)
+        k, v = (heads_of(x @ w[f"{name}_proj.weight"].T, kv_heads) for name in "kv")
+        out = []
+        for h in range(H):
+            reads = []
+            for i in range(P):
+                q_i = sum(w["query_mix"][h, i, m] * q[m] for m in range(H))
+                k_i, v_i = (
+                    sum(w[f"{name}_mix"][h, i, m] * y[m] for m in range(kv_heads))
+                    for name, y in (("key", k), ("value", v))
+                )
+                reads.append(softmax_attention(rotate(q_i) @ rotate(k_i).T / np.sqrt(W), v_i, is_causal))
+            out.append(np.mean(reads, axis=0))
+        return np.concatenate(out, axis=1) @ w["o_proj.weight"].T
+
+    params = {"num_pseudo_heads": P, "init_noise": 0.5}
+    check(make_mixer("iha", params, num_key_value_heads=kv_heads), expected)
+
+
+def test_iha_begins_near_standard_attention_and_without_noise_as_it():
+    standard, x = make_mixer("standard"), torch.randn(2, T, D, dtype=torch.float64)
+    for noise, near in ((0.0, 1e-9), (0.02, 0.2)):
+        iha = make_mixer("iha", {"init_noise": noise})
+        iha.load_state_dict(standard.state_dict(), strict=False)
+        assert relative_rms(run(iha, x), run(standard, x)) < near
+    assert not torch.equal(iha.query_mix[:, 0], iha.query_mix[:, 1])  # else the pseudo-heads would never part
+
+
+# kpa, tpa -------------------------------------------------------------------------------------------------------------
+
+
+def kronecker_attention(x, w, p, is_causal, h1, h2, d1, d2):
+    """Token by token with numpy's own Kronecker product."""
+    T = len(x)
+
+    def matrices(name):
+        a, b = x @ w[f"{name}_a_proj.weight"].T, x @ w[f"{name}_b_proj.weight"].T
+        R = b.shape[1] // (h2 * d2)
+        A, B = a.reshape(T, R, h1, d1), b.reshape(T, R, h2, d2)
+        if name != "v":
+            B = np.stack([[rotate(B[:, r, i]) for i in range(h2)] for r in range(R)]).transpose(2, 0, 1, 3)
+        return np.stack([np.mean([np.kron(A[t, r], B[t, r]) for r in range(R)], axis=0) for t in range(T)])
+
+    q, k, v = (matrices(name) for name in "qkv")  # [T, H, W]
+    out = [softmax_attention(q[:, h] @ k[:, h].T / np.sqrt(W), v[:, h], is_causal) for h in range(h1 * h2)]
+    return np.concatenate(out, axis=1) @ w["o_proj.weight"].T
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 5, 2), (2, 1, 5, 2), (2, 1, 1, 10)], ids=str)
+def test_kpa_is_attention_on_means_of_kronecker_products(sizes):
+    mixer = make_mixer("kpa", dict(zip(("h1", "h2", "d1", "d2"), sizes)))
+    check(mixer, lambda *args: kronecker_attention(*args, *sizes))
+
+
+def test_tpa_is_kpa_with_vectors_for_factors():
+    tpa = make_mixer("tpa", {"query_rank": 3})
+    check(tpa, lambda *args: kronecker_attention(*args, H, 1, 1, W))
+    kpa = make_mixer("kpa", {"h1": H, "d1": 1, "query_rank": 3})
+    kpa.load_state_dict(tpa.state_dict())
+    x = torch.randn(2, T, D, dtype=torch.float64)
+    assert torch.equal(run(kpa, x), run(tpa, x))
+
+
+def test_rotating_the_second_factor_is_rotating_relative_positions():
+    """Scores of the same two tokens depend on their distance alone (R_KPA(t)ᵀ R_KPA(s) = R_KPA(s − t))."""
+    mixer = make_mixer("kpa", {"h1": 1, "d1": 5}).double()
+    pair = torch.randn(1, 2, D, dtype=torch.float64)
+    for gap in (1, 4):
+        outputs = []
+        for start in (0, 5):
+            x = torch.zeros(1, start + gap + 1, D, dtype=torch.float64)
+            x[:, [start, start + gap]] = pair
+            q, k = mixer.queries(x, plain_context(mixer, x)), mixer.compress(x, plain_context(mixer, x), False)
+            query, key = mixer.product(*q), mixer.product(k["key_a"], k["key_b"])
+            outputs.append((query[:, :, start + gap] * key[:, :, start]).sum(-1))
+        assert_near(*outputs, rtol=1e-5, atol=1e-6)
+
+
+FACTORED = [("tpa", {"query_rank": 2}), ("kpa", {"query_rank": 1, "key_rank": 1}), ("mfa", {"key_reuse": True}),
+            ("tucker", {}), ("gta", {}), ("iha", {})]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "params"), FACTORED, ids=str)
+def test_reading_what_is_cached_equals_attending_to_whole_heads(name, params):
+    model, x = tiny_model(name, mixer_params={name: params}, **SIZES).double(), tokens(2, 20)
+    for parameter in model.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.3)
+    with torch.no_grad():
+        expected = model(x, use_cache=False).logits
+    assert_near(decoded(model, x, 9), expected, rtol=1e-9, atol=1e-11)
+
+
 # what the cache holds -------------------------------------------------------------------------------------------------
 
 # floats a token at H = 4, W = 6, D = 20, by the catalogue's formulas
@@ -197,6 +361,16 @@ CACHED = {
     ("gqla", (("decode_path", "mqa_absorb"),)): 10 + 2,
     ("gqla", (("decode_path", "mqa_absorb"), ("num_groups", 2), ("qk_norm", "rms_norm"))): 10 + 2 + 2,
     ("mlra", (("latent_rank", 8),)): 8 + 2,
+    ("tucker", ()): 10 + 10,
+    ("tucker", (("key_rank", 3), ("value_rank", 5))): 3 + 5,
+    ("mfa", (("factor_rank", 8),)): 2 * 8,
+    ("mfa", (("factor_rank", 8), ("key_reuse", True))): 8,
+    ("gta", ()): 1 * 6 + 10,
+    ("gta", (("num_shared_groups", 2), ("value_latent_rank", 5))): 2 * 6 + 5,
+    ("iha", ()): 2 * 4 * 6,
+    ("kpa", ()): (2 + 2) * (2 * 3 + 2 * 2),  # h1, h2, d1, d2 = 2, 2, 3, 2
+    ("kpa", (("h1", 1), ("d1", 1), ("key_rank", 1))): (1 + 2) * (1 * 1 + 4 * 6),
+    ("tpa", ()): (2 + 2) * (4 + 6),
 }
 
 
@@ -223,6 +397,10 @@ WRONG = [
     ("gqla", {"decode_path": "mqa_absorb", "rope_head_dim": 0}, "needs rope_head_dim > 0"),
     ("mlra", {"num_latent_heads": 3}, "num_latent_heads=3 must divide num_attention_heads=4"),
     ("mlra", {"latent_rank": 6}, "latent_rank=6 must be divisible by num_latent_heads=4"),
+    ("gta", {"num_shared_groups": 3}, "num_shared_groups=3 must divide num_attention_heads=4"),
+    ("kpa", {"h1": 3}, "h1=3 times h2=1 must be num_attention_heads=4"),
+    ("kpa", {"d1": 4}, "d1=4 times d2=1 must be head_dim=6"),
+    ("kpa", {"d1": 2}, "d2=3 must be even"),
 ]
 
 
