@@ -1,5 +1,6 @@
-"""Gated attention: `gated_softmax` beside transformers' Qwen3-Next attention."""
+"""Gated attention: `gated_softmax` beside transformers' Qwen3-Next attention, `fox` pair by pair."""
 
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen3NextConfig
@@ -8,7 +9,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttentio
 from frankenstein_hf.modeling.positions import RotaryEmbedding
 
 from ..tiny import assert_near
-from .run import make_mixer, run
+from .run import make_mixer, numpy_weights, run
 
 H, W, D, T = 2, 10, 20, 13
 
@@ -42,3 +43,63 @@ def test_gated_softmax_with_one_gate_a_head_scales_heads_of_standard(is_causal):
         standard.load_state_dict(weights | {"o_proj.weight": alone.flatten(1)})
         heads.append(torch.sigmoid(x @ gate[h])[..., None] * run(standard, x, is_causal))
     assert_near(run(gated, x, is_causal), sum(heads), rtol=1e-9, atol=1e-9)
+
+
+def softmax_over(logits: np.ndarray) -> np.ndarray:
+    p = np.exp(logits - logits.max(1, keepdims=True))
+    return p / p.sum(1, keepdims=True)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_fox_forgets_by_every_gate_between_a_key_and_its_query(is_causal):
+    mixer, x = make_mixer("fox"), torch.randn(1, T, D, dtype=torch.float64)
+    w, rows = numpy_weights(mixer), x[0].numpy()
+    q, k, v, f = (rows @ w[f"{name}_proj.weight"].T for name in "qkvf")
+    f = 1 / (1 + np.exp(-f - w["f_proj.bias"]))
+    heads = []
+    for h in range(H):
+        logits = np.full((T, T), -np.inf)
+        for i in range(T):
+            for j in range(i + 1 if is_causal else T):
+                between = f[min(i, j) + 1 : max(i, j) + 1, h]  # of the later tokens, down to but without the earlier
+                logits[i, j] = q[i, h * W : (h + 1) * W] @ k[j] / np.sqrt(W) + np.log(between).sum()
+        heads.append(softmax_over(logits) @ v)
+    expected = torch.from_numpy(np.concatenate(heads, axis=1) @ w["o_proj.weight"].T)
+    for backend in ("eager", "sdpa"):
+        assert_near(run(mixer, x, is_causal, backend)[0], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_fox_with_gates_of_one_is_standard_without_positions(is_causal):
+    fox, standard = make_mixer("fox", num_key_value_heads=2), make_mixer("standard", num_key_value_heads=2)
+    standard.load_state_dict({key: x for key, x in fox.state_dict().items() if "f_proj" not in key})
+    torch.nn.init.zeros_(fox.f_proj.weight)
+    torch.nn.init.constant_(fox.f_proj.bias, 100.0)
+    x = torch.randn(1, T, D, dtype=torch.float64)
+    value = standard.v_proj(x).unflatten(-1, (H, W)).transpose(1, 2)
+    query, key = (getattr(standard, f"{name}_proj")(x).unflatten(-1, (H, W)).transpose(1, 2) for name in "qk")
+    heads = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+    assert_near(run(fox, x, is_causal), standard.o_proj(heads.transpose(1, 2).flatten(2)), rtol=1e-9, atol=1e-9)
+
+
+def test_fox_options_norm_queries_and_keys_and_gate_the_output():
+    plain, full = make_mixer("fox"), make_mixer("fox", {"qk_norm": True, "output_gate": True})
+    assert {key for key in full.state_dict()} - set(plain.state_dict()) == {
+        "q_norm.weight", "k_norm.weight", "g_proj.weight",
+    }  # fmt: skip
+    x = torch.randn(1, T, D, dtype=torch.float64)
+    expected = run(full, x)
+    with torch.no_grad():
+        for projection in (full.q_proj, full.k_proj):
+            projection.weight *= 7
+    assert_near(run(full, x), expected, rtol=1e-4, atol=1e-5)  # up to the eps of the norms
+    with torch.no_grad():
+        full.g_proj.weight.zero_()
+        full.o_proj.weight *= 2  # σ(0) = ½
+    plain.load_state_dict({key: value for key, value in full.state_dict().items() if key in plain.state_dict()})
+    plain.o_proj.weight.data /= 2
+    gateless, gated = run(plain, x), run(full, x)
+    assert gateless.shape == gated.shape and not torch.allclose(gateless, gated)  # the norms differ
+    for norm in (full.q_norm, full.k_norm):
+        norm.forward = lambda x: x
+    assert_near(run(full, x), gateless, rtol=1e-9, atol=1e-9)

@@ -76,7 +76,10 @@ def test_largest_logits_are_those_of_the_visible_real_pairs(name, is_causal, kin
             q = (x[row, places] @ W_q.T + b_q).reshape(len(places), 4, 6)
             k = (x[row, places] @ W_k.T + b_k).reshape(len(places), mixer.num_key_value_heads, 6)
             for h in range(4):
-                logits = rotated(q[:, h]) @ rotated(k[:, h * mixer.num_key_value_heads // 4]).T / np.sqrt(6)
+                query, key = q[:, h], k[:, h * mixer.num_key_value_heads // 4]
+                if getattr(mixer, "rotates", True):
+                    query, key = rotated(query), rotated(key)
+                logits = query @ key.T / np.sqrt(6)
                 for i in range(len(places)):
                     for j in range(len(places)):
                         if sees(mixer, i, j, is_causal, len(places), h):
