@@ -84,7 +84,7 @@ def test_fox_with_gates_of_one_is_standard_without_positions(is_causal):
 
 def test_fox_options_norm_queries_and_keys_and_gate_the_output():
     plain, full = make_mixer("fox"), make_mixer("fox", {"qk_norm": True, "output_gate": True})
-    assert {key for key in full.state_dict()} - set(plain.state_dict()) == {
+    assert set(full.state_dict()) - set(plain.state_dict()) == {
         "q_norm.weight", "k_norm.weight", "g_proj.weight",
     }  # fmt: skip
     x = torch.randn(1, T, D, dtype=torch.float64)

@@ -40,7 +40,7 @@ class RowAttention(RowMixer, StandardAttention):
         return q.transpose(1, 2), {"key": k.transpose(1, 2), "value": v}
 
     def attend(self, query: Tensor, seen: States, rows: Rows) -> tuple[Tensor, Tensor | None]:
-        """Queries [R, L, H, W] and what is kept of all tokens [R, S, …] -> output [R, H, L, W], weights [R, H, L, S]."""
+        """Queries [R, L, H, W], what is kept of all tokens [R, S, …] -> output [R, H, L, W], weights [R, H, L, S]."""
         raise NotImplementedError
 
     def gather(self, output: Tensor, x: Tensor) -> Tensor:
