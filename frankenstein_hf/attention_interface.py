@@ -18,7 +18,6 @@ from transformers.modeling_utils import AttentionInterface
 from .configuration.component import MixerSpec, Params
 from .configuration.mixers.swa import SWAParams
 from .configuration.registries import MIXERS
-from .modeling.mixers.xsa import exclude
 
 
 def swa_visibility(visible: Tensor, own: Tensor, params: SWAParams) -> Tensor:
@@ -61,6 +60,8 @@ def xsa_forward(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
 ) -> tuple[Tensor, None]:
     """transformers' SDPA function, its output [B, T, H, W] projected off the value of each query's own token."""
+    from .modeling.mixers.xsa import exclude  # not before transformers' attention functions exist
+
     output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
     T, S = query.shape[2], value.shape[2]
     if S == T or (attention_mask is None and T > 1):  # transformers drops the mask of a plain triangle from the start

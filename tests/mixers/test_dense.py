@@ -1,8 +1,10 @@
-"""`standard`, `gqa`, `xsa`, `swa` and `memory` against numpy derivations from the papers."""
+"""`standard`, `gqa`, `xsa`, `sigmoid`, `swa` and `memory` against numpy derivations from the papers."""
 
 import numpy as np
 import pytest
 import torch
+
+from frankenstein_hf.configuration.registries import MIXERS
 
 from ..tiny import assert_near, tokens
 from .run import make_mixer, numpy_weights, run
@@ -111,3 +113,48 @@ def test_xsa_reads_nothing_along_the_tokens_own_value(is_causal):
     assert_near(z + along * v, y, rtol=1e-9, atol=1e-9)
     assert (y - z).norm() > 0.1
     assert z[0].norm() < 1e-12 or not is_causal  # the first token sees only itself
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("params", [{"bias": -0.7}, {}, {"normalize": "l1"}, {"normalize": "hybrid"}])
+def test_sigmoid_weighs_every_key_on_its_own(is_causal, params):
+    mixer = make_mixer("sigmoid", params)
+    if mixer.bias is not None:
+        torch.nn.init.normal_(mixer.bias)
+    bias = [params["bias"]] * H if "bias" in params else mixer.bias.tolist()
+
+    def expected(x, w):
+        k, v, heads = rotate(x @ w["k_proj.weight"].T), x @ w["v_proj.weight"].T, []
+        visible = j <= i if is_causal else j < T
+        for h in range(H):
+            logits = rotate((x @ w["q_proj.weight"].T)[:, h * W : (h + 1) * W]) @ k.T / np.sqrt(W) + bias[h]
+            if params.get("normalize") != "l1":
+                logits = logits - np.log(visible.sum(1) * np.ones(T))[:, None]
+            p = np.where(visible, 1 / (1 + np.exp(-logits)), 0.0)
+            heads.append((p / p.sum(1, keepdims=True) if params.get("normalize") == "l1" else p) @ v)
+        out = np.concatenate(heads, axis=1) @ w["o_proj.weight"].T
+        if params.get("normalize") == "hybrid":
+            out = out / np.sqrt((out**2).mean(1, keepdims=True) + 1e-6) * w["output_norm.weight"]
+        return out
+
+    check(mixer, expected, is_causal)
+
+
+def test_sigmoid_with_l1_gives_a_constant_value_back_because_its_weights_sum_to_one():
+    mixer = make_mixer("sigmoid", {"normalize": "l1", "bias": 0.3}).float()
+    value = torch.randn(W)
+    mixer.v_proj.forward = lambda x: value.expand(*x.shape[:2], W)
+    mixer.o_proj = torch.nn.Identity()
+    for backend in ("eager", "sdpa"):
+        out = run(mixer, 5 * torch.randn(2, T, 20), backend=backend)
+        assert_near(out, value.repeat(H).expand_as(out), rtol=1e-5, atol=1e-6)
+
+
+def test_a_fixed_bias_makes_sigmoid_parameter_free_and_other_words_are_refused():
+    spec = MIXERS.get("sigmoid")
+    assert [spec.parameter_free(spec.params(**p)) for p in ({}, {"bias": 0.0}, {"bias": 0.0, "normalize": "hybrid"})] == [
+        False, True, False,
+    ]  # fmt: skip
+    assert set(make_mixer("sigmoid", {"bias": 0}).state_dict()) == set(make_mixer("standard").state_dict())
+    with pytest.raises(ValueError, match="'bias' must be a number or 'learned', got 'none'"):
+        make_mixer("sigmoid", {"bias": "none"})

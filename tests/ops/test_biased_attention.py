@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from frankenstein_hf.modeling.ops.forgetting_attention import forgetting_attention
 from frankenstein_hf.modeling.ops.biased_attention import Bias, biased_attention
+from frankenstein_hf.modeling.ops.forgetting_attention import forgetting_attention
 
 from ..tiny import relative_rms
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ..cache import States
 from ..context import Rows
+from ..extras import LayerExtras
 from ..ops.max_logits import max_logits
 from ..positions import apply_rotary
-from .base import MixerExtras, RowMixer, merge_heads, split_heads
+from .base import RowMixer, merge_heads, split_heads
 from .standard import StandardAttention
 
 
@@ -47,12 +48,12 @@ class RowAttention(RowMixer, StandardAttention):
         """Output of the heads [R, H, L, W] and input [R, L, D] -> output [R, L, D]."""
         return self.o_proj(merge_heads(output))
 
-    def mix(self, x: Tensor, rows: Rows, layer: Any) -> tuple[Tensor, MixerExtras | None]:
+    def mix(self, x: Tensor, rows: Rows, layer: Any) -> tuple[Tensor, LayerExtras | None]:
         query, new = self.project(x, rows)
         seen = remember(new, rows, layer)
         output, weights = self.attend(query, seen, rows)
         largest = self.max_logits(query, new["key"], rows) if rows.context.output_max_logits else None
-        return self.gather(output, x), MixerExtras(weights, max_logits=largest)
+        return self.gather(output, x), LayerExtras(weights, max_logits=largest)
 
     def is_eager(self, rows: Rows) -> bool:
         """Whether to materialise the scores: for reading, and for single tokens, whose scores are one row."""
