@@ -152,9 +152,8 @@ def test_sigmoid_with_l1_gives_a_constant_value_back_because_its_weights_sum_to_
 
 def test_a_fixed_bias_makes_sigmoid_parameter_free_and_other_words_are_refused():
     spec = MIXERS.get("sigmoid")
-    assert [spec.parameter_free(spec.params(**p)) for p in ({}, {"bias": 0.0}, {"bias": 0.0, "normalize": "hybrid"})] == [
-        False, True, False,
-    ]  # fmt: skip
+    for params, expected in (({}, False), ({"bias": 0.0}, True), ({"bias": 0.0, "normalize": "hybrid"}, False)):
+        assert spec.parameter_free(spec.params(**params)) is expected
     assert set(make_mixer("sigmoid", {"bias": 0}).state_dict()) == set(make_mixer("standard").state_dict())
     with pytest.raises(ValueError, match="'bias' must be a number or 'learned', got 'none'"):
         make_mixer("sigmoid", {"bias": "none"})
