@@ -183,7 +183,8 @@ class _BiasedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        dq, dk, dv = _backward(*ctx.saved_tensors, dout, dlse, ctx.visible, ctx.bias, ctx.tile)
+        q, k, v, out, lse = ctx.saved_tensors
+        dq, dk, dv = _backward(q, k, v, out, lse, dout, dlse, ctx.visible, ctx.bias, ctx.tile)
         return dq, dk, dv, None, None, None, *ctx.bias.gradients()
 
 

@@ -101,7 +101,8 @@ class _SigmoidAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return *_backward(*ctx.saved_tensors, dout, ctx.visible, ctx.normalize, ctx.tile), None, None, None
+        q, k, v, out, mass = ctx.saved_tensors
+        return *_backward(q, k, v, out, mass, dout, ctx.visible, ctx.normalize, ctx.tile), None, None, None
 
 
 @full_precision
