@@ -1,4 +1,4 @@
-"""Train a hybrid model to label texts or their words, or continue from a checkpoint.
+r"""Train a hybrid model to label texts or their words, or continue from a checkpoint.
 
     python scripts/run_classification.py --output_dir outputs/digits                  # scikit-learn's digits as texts
     python scripts/run_classification.py --output_dir outputs/code --task token       # kinds of words in Python code
@@ -12,6 +12,11 @@ Labels are words, whole numbers, yes and no (one class a text), fractions (regre
 labels. Running a command again resumes from its last checkpoint. `metrics.json` in the output folder holds the metrics
 on held-out data before and after, beside those of the most frequent answer; `loss.png` the course of the loss.
 """
+
+if __name__ == "__main__":  # a mistyped flag is answered before the imports that take seconds
+    import flags
+
+    flags.check(__file__, "ModelArguments", "LabelledDataArguments", "ProgramArguments")
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Train a hybrid language model to continue text, or continue from a checkpoint.
+r"""Train a hybrid language model to continue text, or continue from a checkpoint.
 
     python scripts/run_clm.py --output_dir outputs/clm                    # standard library docstrings, default mixers
     python scripts/run_clm.py --output_dir outputs/clm --train_file my.txt --packing documents \
@@ -8,6 +8,11 @@
 Running a command again resumes from its last checkpoint. `metrics.json` in the output folder holds the held-out loss
 before and after, beside that of knowing only the token frequencies; `loss.png` its course.
 """
+
+if __name__ == "__main__":  # a mistyped flag is answered before the imports that take seconds
+    import flags
+
+    flags.check(__file__, "ModelArguments", "DataArguments", "ProgramArguments")
 
 from collections.abc import Sequence
 from typing import Any

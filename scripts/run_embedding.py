@@ -1,4 +1,4 @@
-"""Train a hybrid model to embed texts, through sentence-transformers, or use one.
+r"""Train a hybrid model to embed texts, through sentence-transformers, or use one.
 
     python scripts/run_embedding.py --output_dir outputs/embedding        # parts of docstrings that belong together
     python scripts/run_embedding.py --output_dir outputs/embedding --train_file triplets.jsonl \
@@ -14,6 +14,11 @@ common find; `loss.png` the course of the loss. The model loads with `SentenceTr
 
 `--mode similarity`, `search`, `clustering` and `encode` read `--input_file` and write JSON or NPY into `--output_dir`.
 """
+
+if __name__ == "__main__":  # a mistyped flag is answered before the imports that take seconds
+    import flags
+
+    flags.check(__file__, "ModelArguments", "EmbeddingArguments", "EmbeddingProgramArguments")
 
 from collections.abc import Sequence
 from typing import Any

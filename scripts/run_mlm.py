@@ -1,4 +1,4 @@
-"""Train a hybrid encoder to fill masks, or continue from a checkpoint.
+r"""Train a hybrid encoder to fill masks, or continue from a checkpoint.
 
     python scripts/run_mlm.py --output_dir outputs/mlm                    # standard library docstrings, default mixers
     python scripts/run_mlm.py --output_dir outputs/mlm --train_file my.txt --layer_pattern gated_deltanet,swa \
@@ -8,6 +8,11 @@
 Running a command again resumes from its last checkpoint. `metrics.json` in the output folder holds the held-out loss
 before and after, on the same masks, beside that of knowing only the token frequencies; `loss.png` its course.
 """
+
+if __name__ == "__main__":  # a mistyped flag is answered before the imports that take seconds
+    import flags
+
+    flags.check(__file__, "ModelArguments", "DataArguments", "MaskingArguments", "ProgramArguments")
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -18,6 +18,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from ..configuration.component import did_you_mean
 from ..configuration.configuration_frankenstein import FrankensteinConfig
 from ..hub.cards import is_repo_id
+from .help import print_help
 
 FILE_TYPES = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -177,6 +178,7 @@ class DataArguments(SourceArguments):
 class ProgramArguments(TrainingArguments):
     """transformers' `TrainingArguments` with defaults that suit a small model trained from scratch."""
 
+    output_dir: str | None = field(default=None, metadata={"help": "Folder to write to; run again to continue there."})
     do_train: bool = field(default=True, metadata={"help": "Train."})
     do_eval: bool = field(default=True, metadata={"help": "Evaluate before and after."})
     overwrite_output_dir: bool = field(
@@ -190,6 +192,9 @@ class ProgramArguments(TrainingArguments):
         default=0.02, metadata={"help": "Steps between losses; below 1, a share of all steps: 0.02 gives fifty points."}
     )
     save_total_limit: int | None = field(default=2, metadata={"help": "Most checkpoints to keep."})
+    eval_steps: float | None = field(
+        default=None, metadata={"help": "With --eval_strategy steps: steps between evaluations; by default 0.1 of all."}
+    )
     prediction_loss_only: bool = field(default=True, metadata={"help": "Evaluations return the loss only."})
 
     def __post_init__(self) -> None:
@@ -197,6 +202,8 @@ class ProgramArguments(TrainingArguments):
             raise BadInput("--output_dir is missing: the folder to write to.")
         if not torch.accelerator.is_available():
             self.dataloader_pin_memory = False  # of no use, and torch warns about it
+        if self.eval_steps is None:  # as often as losses are noted would be too often
+            self.eval_steps = self.save_steps if self.load_best_model_at_end else 0.1
         super().__post_init__()
 
     def check(self) -> None:
@@ -234,6 +241,9 @@ def parse_arguments(classes: tuple[type, ...], argv: Sequence[str] | None = None
         BadInput: A file that is missing or cannot be read, or has keys that nobody knows.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    if asked := {"-h", "--help", "--help_all", "--help-all"} & set(argv):
+        print_help(classes, everything=not asked & {"-h", "--help"})
+        raise SystemExit(0)
     parser = HfArgumentParser(classes)  # type: ignore[arg-type]
     types = {name: kind for cls in classes for name, kind in _field_types(cls).items()}
     if not argv or not argv[0].endswith((".yaml", ".yml", ".json")):
@@ -270,7 +280,7 @@ def _unknown_flag(argument: str, types: dict[str, Any]) -> str:
     if "config_overrides" in types and name in (field.name for field in dataclasses.fields(FrankensteinConfig)):
         return f"{argument} is a key of a new model's config: --config_overrides {name}=…,other_key=…"
     close = difflib.get_close_matches(name, types, n=1)
-    return f"Unknown argument {argument}" + (f"; did you mean --{close[0]}?" if close else "; --help lists all.")
+    return f"Unknown argument {argument!a}" + (f"; did you mean --{close[0]}?" if close else "; --help lists all.")
 
 
 def _field_types(cls: type) -> dict[str, set[Any]]:

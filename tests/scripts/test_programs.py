@@ -92,9 +92,9 @@ def test_a_finished_run_started_again_changes_nothing(ask, flags, tmp_path, caps
 def test_unknown_flags_are_named_with_what_was_meant(flags, tmp_path):
     run_clm = __import__("run_clm")
     for extra, message in (
-        (["--max_stepz", "3"], r"--max_stepz; did you mean --max_steps"),
+        (["--max_stepz", "3"], r"--max_stepz'; did you mean --max_steps"),
         (["--hidden_size", "64"], "--config_overrides hidden_size=…"),
-        (["stray"], "Unknown argument stray"),
+        (["stray"], "Unknown argument 'stray'"),
     ):
         with pytest.raises(BadInput, match=message):
             run_clm.main([*flags(), *extra])
