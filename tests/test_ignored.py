@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-WRITES = re.compile(r'(?:--output_dir[ =]|save_pretrained\("|save_model\("|TrainingArguments\(\s*"|output_dir=")([\w./-]+)')
+WRITES = re.compile(
+    r'(?:--output_dir[ =]|save_pretrained\("|save_model\("|TrainingArguments\(\s*"|output_dir=")([\w./-]+)'
+)
 
 
 def folders():

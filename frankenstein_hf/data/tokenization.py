@@ -1,6 +1,6 @@
 """Training a small byte-level BPE tokenizer and turning text into training rows."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ def train_tokenizer(
     model_max_length: int = 2048,
     show_progress: bool = False,
     add_prefix_space: bool = False,
+    chat_template: str | None = None,
+    more_tokens: Sequence[str] = (),
 ) -> "PreTrainedTokenizerFast":
     """Train a byte-level BPE tokenizer that transformers' pipelines can use.
 
@@ -39,6 +41,8 @@ def train_tokenizer(
         show_progress: Whether to show progress bars.
         add_prefix_space: Whether a text gets a space before its first word, so that words given one by one are
             encoded as they are inside a text.
+        chat_template: Template of conversations that the tokenizer carries.
+        more_tokens: Further special tokens, such as those of the template.
 
     Raises:
         ValueError: An unknown objective, a vocabulary smaller than the bytes and specials, or no text.
@@ -49,7 +53,7 @@ def train_tokenizer(
     if objective not in ("mlm", "clm"):
         raise ValueError(f"objective={objective!r} must be 'mlm' or 'clm'.")
     names = MLM_TOKENS if objective == "mlm" else CLM_TOKENS
-    specials = list(dict.fromkeys(names.values()))
+    specials = list(dict.fromkeys((*names.values(), *more_tokens)))
     if vocab_size < BYTES + len(specials):
         raise ValueError(f"vocab_size={vocab_size} must be at least {BYTES + len(specials)}: all bytes and specials.")
     tokenizer = Tokenizer(models.BPE(unk_token=names.get("unk_token")))
@@ -87,6 +91,8 @@ def train_tokenizer(
         model_max_length=model_max_length,
         model_input_names=["input_ids", "attention_mask"],
         clean_up_tokenization_spaces=False,
+        **({"chat_template": chat_template} if chat_template else {}),
+        **({"extra_special_tokens": [objects[token] for token in more_tokens]} if more_tokens else {}),
         **added,
     )
 
@@ -162,14 +168,22 @@ def _starts(length: int, block_size: int) -> range:
     return range(0, length - length % block_size, block_size)
 
 
-def _fill_rows(pieces: list[list[int]], block_size: int) -> dict[str, list[list[int]]]:
-    """Rows of consecutive pieces, as many as fit."""
+def rows_of_pieces(lengths: Sequence[int], block_size: int) -> list[list[int]]:
+    """Rows of consecutive pieces, as many as fit: for each row the numbers of its pieces."""
     rows: list[list[int]] = []
-    positions: list[list[int]] = []
-    for piece in pieces:
-        if not rows or len(rows[-1]) + len(piece) > block_size:
+    room = 0
+    for piece, length in enumerate(lengths):
+        if not rows or length > room:
             rows.append([])
-            positions.append([])
-        rows[-1].extend(piece)
-        positions[-1].extend(range(len(piece)))
-    return {"input_ids": rows, "position_ids": positions}
+            room = block_size
+        rows[-1].append(piece)
+        room -= length
+    return rows
+
+
+def _fill_rows(pieces: list[list[int]], block_size: int) -> dict[str, list[list[int]]]:
+    rows = rows_of_pieces([len(piece) for piece in pieces], block_size)
+    return {
+        "input_ids": [[token for piece in row for token in pieces[piece]] for row in rows],
+        "position_ids": [[place for piece in row for place in range(len(pieces[piece]))] for row in rows],
+    }

@@ -17,6 +17,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from ..configuration.component import did_you_mean
 from ..configuration.configuration_frankenstein import FrankensteinConfig
+from ..data.conversations import TEMPLATES as CHAT_TEMPLATES
 from ..hub.cards import is_repo_id
 from .help import print_help
 
@@ -157,11 +158,11 @@ class DataArguments(SourceArguments):
         default=5.0, metadata={"help": "Share of the documents to hold out when nothing was given to evaluate on."}
     )
     block_size: int = field(default=256, metadata={"help": "Most tokens of a row."})
-    packing: str = field(
-        default="blocks",
+    packing: str | None = field(
+        default=None,
         metadata={
             "help": "blocks: join documents and cut; documents: whole documents side by side, kept apart exactly; "
-            "none: a document a row, padded."
+            "none: a document a row, padded. By default blocks of text, documents of conversations."
         },
     )
 
@@ -171,7 +172,30 @@ class DataArguments(SourceArguments):
         """Raise `BadInput` for what cannot be."""
         super().check()
         check_choice("sample_by", self.sample_by, ("line", "paragraph", "document"))
-        check_choice("packing", self.packing, ("blocks", "documents", "none"))
+        if self.packing is not None:
+            check_choice("packing", self.packing, ("blocks", "documents", "none"))
+
+
+@dataclass
+class CausalDataArguments(DataArguments):
+    """What a language model is trained on: text, or a column "messages" with conversations."""
+
+    chat_template: str | None = field(
+        default=None,
+        metadata={
+            "help": "Chat template of the tokenizer: turns, or a file. By default the tokenizer's own, and turns for "
+            "one that is trained here on conversations, of which the assistant's turns are learned."
+        },
+    )
+
+    def check(self) -> None:
+        """Raise `BadInput` for what cannot be."""
+        super().check()
+        name = self.chat_template
+        if name is not None and name not in CHAT_TEMPLATES and not Path(name).is_file():
+            raise BadInput(
+                f"--chat_template {name} is no file with a template, and none of {', '.join(CHAT_TEMPLATES)}."
+            )
 
 
 @dataclass

@@ -32,7 +32,7 @@ def help_text(classes: Sequence[type], everything: bool = False, width: int = 10
     main = sys.modules.get("__main__")
     program, about = Path(sys.argv[0]).name, getattr(main, "__doc__", None) or ""
     parts = [
-        f"usage: {program} --output_dir FOLDER [flags]\n       {program} SETTINGS.yaml    (the flags as keys of a file)",
+        f"usage: {program} --output_dir FOLDER [flags]\n       {program} SETTINGS.yaml    (flags as keys of a file)",
         about.strip() if program.endswith(".py") else "",
     ]
     for cls in classes:
@@ -76,7 +76,7 @@ def _group(title: str, fields: list[Any], cls: type, width: int) -> str:
 
 def _words(help_words: str, field: Any) -> str:
     """The help of a flag and its default, unless the words name it."""
-    default = REAL_DEFAULTS.get(field.name, lambda: None)()
+    default: Any = REAL_DEFAULTS.get(field.name, lambda: None)()
     if default is None:
         made = field.default_factory() if callable(field.default_factory) else field.default
         default = None if made is dataclasses.MISSING else getattr(made, "value", made)
@@ -115,8 +115,7 @@ WORDS = {
 }
 # What a new model gets where the flag itself has no default.
 REAL_DEFAULTS = {
-    "layer_pattern": lambda: ",".join(FrankensteinConfig().layer_pattern),
+    "layer_pattern": lambda: ",".join(FrankensteinConfig().mixer_names),
     "config_overrides": _config_overrides,
     "attn_implementation": lambda: "sdpa",
 }
-

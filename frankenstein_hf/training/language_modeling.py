@@ -1,11 +1,14 @@
 """What `scripts/run_mlm.py` and `scripts/run_clm.py` share: text, packed, and the loss of token frequencies."""
 
 import math
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedTokenizerBase, Trainer
 
+from ..data import conversations
 from ..data.baseline import unigram_loss
+from ..data.conversations import pack_conversations
 from ..data.corpus import embedded_corpus
 from ..data.tokenization import pack
 from ..hub.foreign import Markdown
@@ -13,6 +16,8 @@ from .arguments import BadInput, DataArguments, ModelArguments, ProgramArguments
 from .programs import Run, good
 from .recipe import continued_text, filled_mask
 from .sources import text_column
+
+MESSAGES = "messages"  # the column of conversations
 
 
 class LanguageModelRun(Run):
@@ -22,6 +27,7 @@ class LanguageModelRun(Run):
     baseline_name = "unigram"
     baseline_words = "token frequencies alone"
     embedded_language = "en"
+    conversations = False  # whether the data are some
 
     def __init__(
         self,
@@ -42,44 +48,92 @@ class LanguageModelRun(Run):
         with self.bars(), self.args.main_process_first(desc="preparing the data"):
             as_text = data.train_file is not None and data.train_file.lower().endswith(".txt")
             raw = self.read(embedded_corpus, **({"sample_by": data.sample_by} if as_text else {})).rows
-            column = text_column(raw["train"], data.text_column)
-            texts = (text for batch in raw["train"].iter(1000) for text in batch[column] if text)
-            tokenizer = self.make_tokenizer(texts)
-            if self.objective == "mlm" and tokenizer.mask_token_id is None:
-                raise BadInput(
-                    f"The tokenizer {tokenizer.name_or_path} has no mask token, so it cannot be used for masked "
-                    "language modelling."
-                )
+            self.conversations = self._has_conversations(raw["train"])
+            if self.conversations:
+                column = MESSAGES
+                good(lambda: conversations.check_conversations(raw, column))
+                texts: Iterable[str] = conversations.texts(raw["train"], column)
+            else:
+                column = text_column(raw["train"], data.text_column)
+                texts = (text for batch in raw["train"].iter(1000) for text in batch[column] if text)
+            tokenizer = self._tokenizer_for(texts)
             sets = {split: self._pack(raw[split], column, split) for split in ("train", "validation")}
+        kind = "conversations" if self.conversations else "documents"
         self.describe_data(
-            documents={split: len(raw[split]) for split in sets},
+            **{kind: {split: len(raw[split]) for split in sets}},
             rows={split: len(rows) for split, rows in sets.items()},
-            packing=data.packing,
+            packing=self._packing(),
         )
         self.say(
-            f"        {len(raw['train']):,} documents to train on, {len(raw['validation']):,} held out: "
+            f"        {len(raw['train']):,} {kind} to train on, {len(raw['validation']):,} held out: "
             f"{len(sets['train']):,} + {len(sets['validation']):,} rows of up to {data.block_size} tokens"
         )
         return tokenizer, sets["train"], sets["validation"]
 
+    def _has_conversations(self, rows: Any) -> bool:
+        return (
+            self.objective == "clm"
+            and self.data_args.text_column is None
+            and conversations.is_conversations(rows.features.get(MESSAGES))
+        )
+
+    def _tokenizer_for(self, texts: Iterable[str]) -> PreTrainedTokenizerBase:
+        asked = getattr(self.data_args, "chat_template", None)
+        asked = asked or ("turns" if self.conversations else None)
+        options: dict[str, Any] = {}
+        if asked is not None:
+            options["chat_template"] = conversations.chat_template(asked)
+            options["more_tokens"] = conversations.ROLE_TOKENS if asked in conversations.TEMPLATES else ()
+        tokenizer = self.make_tokenizer(texts, **options)
+        if getattr(self.data_args, "chat_template", None) is not None:
+            tokenizer.chat_template = options["chat_template"]  # also of one that was not trained here
+        if self.objective == "mlm" and tokenizer.mask_token_id is None:
+            raise BadInput(
+                f"The tokenizer {tokenizer.name_or_path} has no mask token, so it cannot be used for masked "
+                "language modelling."
+            )
+        if self.conversations and not tokenizer.chat_template:
+            raise BadInput(
+                f"The tokenizer {tokenizer.name_or_path} has no chat template for the conversations in {MESSAGES!r}; "
+                "give one with --chat_template."
+            )
+        if tokenizer.chat_template:
+            self._try_template(tokenizer)
+        return tokenizer
+
+    def _try_template(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        example = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            _, labels = conversations.encode_conversation(tokenizer, example)
+        except Exception as error:  # whatever a template does
+            raise BadInput(f"The chat template cannot be used: {error}") from error
+        if self.conversations and all(label == -100 for label in labels):
+            raise BadInput("The chat template leaves the assistant's words out, so there is nothing to learn.")
+
+    def _packing(self) -> str:
+        return self.data_args.packing or ("documents" if self.conversations else "blocks")
+
     def _pack(self, documents: Any, column: str, split: str) -> Any:
         data, tokenizer = self.data_args, self.tokenizer
         assert tokenizer is not None
+        pack_rows = pack_conversations if self.conversations else pack
         processes = data.preprocessing_num_workers
         return good(
-            lambda: pack(
-                documents, tokenizer, data.block_size, data.packing, column, processes, f"Tokenizing {split}"
+            lambda: pack_rows(
+                documents, tokenizer, data.block_size, self._packing(), column, processes, f"Tokenizing {split}"
             )
-        )  # fmt: skip
+        )
 
     def evaluate(self, trainer: Trainer) -> dict[str, float]:
         """Loss and perplexity."""
         loss = super().evaluate(trainer)["loss"]
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 
-    def example(self) -> str:
-        """A text to try the model on."""
+    def example(self) -> Any:
+        """A text to try the model on, or a conversation."""
         assert self.tokenizer is not None
+        if self.conversations:
+            return [{"role": "user", "content": "Hello!"}]
         return f"Return the {self.tokenizer.mask_token} of the file." if self.objective == "mlm" else "Return the"
 
     def sample(self, trainer: Trainer) -> Markdown:

@@ -384,11 +384,11 @@ class Run(abc.ABC):
         """A command that uses the model."""
         return in_shell(
             f"import frankenstein_hf; from transformers import pipeline; "
-            f"print(pipeline({python(self.task)}, {python(str(output))})({python(self.example())}))"
+            f"print(pipeline({python(self.task)}, {python(str(output))})({_literal(self.example())}))"
         )
 
-    def example(self) -> str:
-        """A text to try the model on."""
+    def example(self) -> Any:
+        """What to try the model on."""
         return "Try it on a text of your own."
 
     def sample(self, trainer: Trainer) -> Markdown:
@@ -491,6 +491,10 @@ def good(make: Callable[[], Any]) -> Any:
         return make()
     except ValueError as error:
         raise error if isinstance(error, BadInput) else BadInput(str(error)) from error
+
+
+def _literal(value: Any) -> str:
+    return python(value) if isinstance(value, str) else repr(value)
 
 
 def in_shell(program: str) -> str:

@@ -16,7 +16,7 @@ from .conftest import SCRIPTS
 
 PROGRAMS = {
     "run_mlm": ("ModelArguments", "DataArguments", "MaskingArguments", "ProgramArguments"),
-    "run_clm": ("ModelArguments", "DataArguments", "ProgramArguments"),
+    "run_clm": ("ModelArguments", "CausalDataArguments", "ProgramArguments"),
     "run_classification": ("ModelArguments", "LabelledDataArguments", "ProgramArguments"),
     "run_embedding": ("ModelArguments", "EmbeddingArguments", "EmbeddingProgramArguments"),
 }
@@ -34,7 +34,7 @@ def test_the_quick_check_knows_exactly_the_flags_of_the_parser(program):
     sources = flags.Sources(SCRIPTS / f"{program}.py")
     found = {name for cls in PROGRAMS[program] for name in sources.fields(cls) if not name.startswith("_")}
     assert found >= {field.name for cls in classes(program) for field in dataclasses.fields(cls) if field.init}
-    assert f'flags.check(__file__, {", ".join(map(repr, PROGRAMS[program]))})'.replace("'", '"') in (
+    assert f"flags.check(__file__, {', '.join(map(repr, PROGRAMS[program]))})".replace("'", '"') in (
         SCRIPTS / f"{program}.py"
     ).read_text().replace("\n", "").replace("        ", "")
 
@@ -99,7 +99,7 @@ def test_help_begins_with_the_programs_own_flags_and_names_real_defaults(program
     assert names[0] == "--model_name_or_path" and "--output_dir" in names and "--max_steps" in names
     assert names.index("--train_file") < names.index("--output_dir") < names.index("--max_steps")
     config = FrankensteinConfig()
-    for real in (f"Default: {','.join(config.layer_pattern)}.", f"hidden_size={config.hidden_size}"):
+    for real in (f"Default: {','.join(config.mixer_names)}.", f"hidden_size={config.hidden_size}"):
         assert real in " ".join(own.split())
     assert "--ddp_backend" not in names and "Default: None" not in own
     every = help_text(classes(program), everything=True)

@@ -292,3 +292,88 @@ def test_bad_input_ends_a_program_with_one_line_and_a_status(capsys):
     with pytest.raises(SystemExit) as end:
         programs.run_main(bad)
     assert end.value.code == 2 and "error: --block_size 0" in capsys.readouterr().err
+
+
+def conversations(path):
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"What is {i} plus one?"},
+                {"role": "assistant", "content": f"That is {i + 1}."},
+            ]
+        }
+        for i in range(40)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_conversations_train_on_the_assistants_turns_and_leave_a_model_to_talk_to(flags, tmp_path, capsys):
+    import run_clm
+
+    file = conversations(tmp_path / "talk.jsonl")
+    metrics = run_clm.main(flags(train_file=file, block_size=64))
+    assert metrics["data"]["conversations"] == {"train": 38, "validation": 2}
+    assert metrics["data"]["packing"] == "documents"
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert last.startswith("python -c ") and "'role': 'user'" in last.replace("'\"'\"'", "'")
+    talk = pipeline("text-generation", str(tmp_path / "out"))
+    answer = talk([{"role": "user", "content": "What is 3 plus one?"}], max_new_tokens=4)[0]["generated_text"]
+    assert answer[-1]["role"] == "assistant"
+    again = run_clm.main(flags(train_file=file, block_size=64))
+    assert again["after"] == metrics["after"]
+
+
+def test_a_chat_template_goes_with_a_tokenizer_trained_on_text(flags, tmp_path):
+    import run_clm
+
+    own = tmp_path / "own.jinja"
+    own.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    for name, asked in (("a", "turns"), ("b", own)):
+        run_clm.main(flags(output=name, chat_template=asked, max_steps=1))
+        assert AutoTokenizer.from_pretrained(tmp_path / name).chat_template
+    own.write_text("{% for %}")
+    with pytest.raises(BadInput, match="chat template cannot be used"):
+        run_clm.main(flags(output="c", chat_template=own))
+    with pytest.raises(BadInput, match="none of turns"):
+        run_clm.main(flags(output="c", chat_template="turn"))
+    new = {"layer_pattern": None, "config_overrides": None, "max_steps": 1, "block_size": 64}
+    run_clm.main(flags(output="d", max_steps=1))
+    file = conversations(tmp_path / "talk.jsonl")
+    with pytest.raises(BadInput, match="no chat template for the conversations in 'messages'"):
+        run_clm.main(flags(output="e", train_file=file, model_name_or_path=tmp_path / "d", **new))
+
+
+def test_the_last_line_is_a_command_that_uses_the_model(program, flags, tmp_path, capsys):
+    import shlex
+
+    output = "an 'odd' name"
+    program.main(flags(output, max_steps=1))
+    where, command = capsys.readouterr().out.strip().splitlines()[-2:]
+    assert where == f"The model is in {tmp_path / output}. To use it:"
+    python, option, code = shlex.split(command)
+    assert (python, option) == ("python", "-c")
+    exec(code, {"print": lambda found: print(type(found).__name__)})
+    assert capsys.readouterr().out.strip() == "list"
+
+
+def test_without_a_terminal_lines_tell_how_far_training_is(flags, monkeypatch, capsys):
+    import run_clm
+
+    monkeypatch.setattr(callbacks.Progress, "every", 0.0)
+    run_clm.main(flags())
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  step ")]
+    assert len(lines) == 4 and lines[-1].startswith("  step 4 of 4, training loss ")
+    assert all(" left" in line and ("steps/s" in line or "s a step" in line) for line in lines)
+    monkeypatch.setattr(callbacks.Progress, "every", 1e9)
+    run_clm.main(flags("quiet"))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  step ")]
+    assert len(lines) == 1  # the end is always told
+    assert [callbacks.duration(seconds) for seconds in (3, 200, 7500)] == ["3 s", "3 min 20 s", "2 h 5 min"]
+
+
+def test_there_are_about_fifty_losses_whatever_the_length(flags):
+    import run_clm
+
+    metrics = run_clm.main(flags(max_steps=120, save_steps=500, vocab_size=260))
+    assert 40 <= len(metrics["curve"]["train"]) <= 60
