@@ -18,12 +18,14 @@ class LayerExtras(NamedTuple):
         max_logits: [H] largest attention logits between visible tokens, scaled and before any mask, when asked for.
         aux_losses: Scalars by name, coefficients included, to add to the training loss.
         metrics: Numbers by name to watch in training, scalars or one per head, expert, …; they carry no gradient.
+        carried: Tensors by name for the layers above whose mixer `takes` them; the nearest below counts.
     """
 
     weights: Tensor | None = None
     max_logits: Tensor | None = None
     aux_losses: Mapping[str, Tensor] = {}
     metrics: Mapping[str, Tensor] = {}
+    carried: Mapping[str, Tensor] = {}
 
     @classmethod
     def merged(cls, parts: Iterable["LayerExtras | None"]) -> "LayerExtras":
@@ -37,6 +39,7 @@ class LayerExtras(NamedTuple):
             next((part.max_logits for part in given if part.max_logits is not None), None),
             summed(part.aux_losses for part in given),
             metrics,
+            {name: x for part in given for name, x in part.carried.items()},
         )
 
 

@@ -1,8 +1,9 @@
 """One layer: read, norm, mixer, write; read, norm, feed-forward, write."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .context import SequenceContext
@@ -28,11 +29,20 @@ class FrankensteinLayer(GradientCheckpointingLayer):
         self.mixer.join(self)
 
     def forward(
-        self, stream: Stream, context: SequenceContext, cache: Any = None, loop: int = 0
+        self,
+        stream: Stream,
+        context: SequenceContext,
+        cache: Any = None,
+        loop: int = 0,
+        carried: Mapping[str, Tensor] | None = None,
     ) -> tuple[Stream, LayerExtras]:
-        """The stream after this layer, and what the layer returns beside it; `loop` counts rounds of looped depth."""
+        """The stream after this layer, and what the layer returns beside it.
+
+        `loop` counts rounds of looped depth; `carried` is what layers below have left for those above.
+        """
+        given = {name: x for name, x in (carried or {}).items() if name in self.mixer.takes}
         x, carry = self.mixer_connection.read(stream, loop)
-        change, mixed = self.mixer(self.mixer.input_norm(x), context, cache)
+        change, mixed = self.mixer(self.mixer.input_norm(x), context, cache, **given)
         stream = self.mixer_connection.write(stream, carry, self.dropout(change), loop)
         x, carry = self.mlp_connection.read(stream, loop)
         change, fed = self.mlp(self.post_mixer_layernorm(x), context)

@@ -70,6 +70,7 @@ class Collected:
     max_logits: list[Tensor | None] | None = None
     aux_losses: list[Any] = field(default_factory=list)
     metrics: dict[str, list[Tensor]] = field(default_factory=dict)
+    carried: dict[str, Tensor] = field(default_factory=dict)  # from layer to layer
 
     def add(self, extras: LayerExtras) -> None:
         """Keep what one layer returned."""
@@ -78,6 +79,7 @@ class Collected:
         if self.max_logits is not None:
             self.max_logits.append(extras.max_logits)
         self.aux_losses.append(extras.aux_losses)
+        self.carried = {**self.carried, **extras.carried}
         for name, value in extras.metrics.items():
             self.metrics.setdefault(name, []).append(value.detach())
 
@@ -188,7 +190,9 @@ class StackModel(FrankensteinPreTrainedModel):
         for i in part.layers:
             if collected.hidden_states is not None:
                 collected.hidden_states.append(self.residual.view(stream))
-            stream, extras = self.layers[i](stream, context, cache=cache, loop=part.loop)
+            stream, extras = self.layers[i](
+                stream, context, cache=cache, loop=part.loop, carried=collected.carried
+            )
             collected.add(extras)
         return stream
 

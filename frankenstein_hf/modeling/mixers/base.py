@@ -50,9 +50,11 @@ class Mixer(nn.Module):
     Attributes:
         needs_kernel: Whether a core it calls has Triton kernels, so that attn_implementation="triton" means something
             to it, and needs a GPU.
+        takes: Names of tensors that mixers below may have left in `LayerExtras.carried`; they become arguments.
     """
 
     needs_kernel = False
+    takes: tuple[str, ...] = ()
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
