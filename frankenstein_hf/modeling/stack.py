@@ -190,9 +190,7 @@ class StackModel(FrankensteinPreTrainedModel):
         for i in part.layers:
             if collected.hidden_states is not None:
                 collected.hidden_states.append(self.residual.view(stream))
-            stream, extras = self.layers[i](
-                stream, context, cache=cache, loop=part.loop, carried=collected.carried
-            )
+            stream, extras = self.layers[i](stream, context, cache=cache, loop=part.loop, carried=collected.carried)
             collected.add(extras)
         return stream
 

@@ -28,7 +28,9 @@ class SparDAParams(BlockParams):
     """Parameters of `sparda`."""
 
     forecast_dim: int = param(64, "width of forecasts and index keys", minimum=1)
-    lookahead: int = param(1, "1: the forecast of a layer selects for the next such layer; 0: for itself", choices=(0, 1))
+    lookahead: int = param(
+        1, "1: the forecast of a layer selects for the next such layer; 0: for itself", choices=(0, 1)
+    )
 
     @property
     def index_dim(self) -> int:
@@ -50,7 +52,7 @@ SPECS = (
         params=MSAParams,
         implementation="mixers.msa:MiniMaxSparseAttention",
         reach=lambda params: 1,
-        small_params={"block_size": 3, "topk_blocks": 2, "index_dim": 4},
+        small_params={"block_size": 5, "topk_blocks": 2, "index_dim": 4},
         **COMMON,
     ),
     MixerSpec(
@@ -60,7 +62,7 @@ SPECS = (
         params=SparDAParams,
         implementation="mixers.msa:SparDA",
         reach=lambda params: 1,
-        small_params={"block_size": 3, "topk_blocks": 2, "forecast_dim": 4},
+        small_params={"block_size": 5, "topk_blocks": 2, "forecast_dim": 4},
         **COMMON,
     ),
 )

@@ -166,5 +166,5 @@ class SparDA(MiniMaxSparseAttention):
         index_query = own if self.selects_alone or forecast is None else forecast
         if index_query is None:
             raise ValueError(f"The sparda mixer of layer {self.layer_idx} needs the forecast of the layer below it.")
-        out, extras = super().forward(hidden_states, context, cache, index_query=index_query)
-        return out, extras if own is None or extras is None else extras._replace(carried={"forecast": own})
+        out, extras = self.mix(hidden_states, context, cache, {"index_query": index_query})
+        return out, extras if own is None else extras._replace(carried={"forecast": own})

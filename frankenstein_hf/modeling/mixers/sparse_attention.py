@@ -114,8 +114,14 @@ class SparseAttention(Mixer):
     # ------------------------------------------------------------------ the way there and back
 
     def forward(
-        self, hidden_states: Tensor, context: SequenceContext, cache: Any = None, **streams: Tensor
+        self, hidden_states: Tensor, context: SequenceContext, cache: Any = None
     ) -> tuple[Tensor, LayerExtras | None]:
+        return self.mix(hidden_states, context, cache, {})
+
+    def mix(
+        self, hidden_states: Tensor, context: SequenceContext, cache: Any, streams: Streams
+    ) -> tuple[Tensor, LayerExtras]:
+        """`forward` with further `streams`, which no projection of this layer yields."""
         layer = None if cache is None else cache.layers[self.layer_idx]
         new = self.project(hidden_states, context) | streams
         whole = {}

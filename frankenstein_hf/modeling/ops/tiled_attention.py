@@ -129,7 +129,11 @@ def _mask(scores: Tensor, mask: Tensor | None) -> None:
 def _kept(weights: Tensor, dropout: float, seed: int, number: int) -> Tensor:
     """Factor of the weights of tile `number`: 0 where dropped, else 1/(1 − dropout); the same in both passes."""
     generator = torch.Generator(weights.device).manual_seed((seed + number * 0x9E3779B1) % 2**63)
-    return torch.empty_like(weights).bernoulli_(1 - dropout, generator=generator).div_(1 - dropout)
+    return (
+        torch.empty(weights.shape, dtype=weights.dtype, device=weights.device)
+        .bernoulli_(1 - dropout, generator=generator)
+        .div_(1 - dropout)
+    )
 
 
 class _Once(torch.autograd.Function):
@@ -231,19 +235,24 @@ class _Union(torch.autograd.Function):
         for number, ((queries, keys, _, head, _), mask) in enumerate(zip(tiles, masks)):
             q_t, k_t, v_t = _take(q, queries, head), _take(k, keys, head), _take(v, keys, head)
             p, n, m = q_t.shape[0], q_t.shape[1], k_t.shape[1]
-            s = torch.bmm(q_t.reshape(p, n * N, -1), k_t.mT).view(p, n, N, m)
-            _mask(s, mask)
+            q_t = q_t.reshape(p, n * N, -1)
+            if not isinstance(queries, slice):  # who else chose these keys must not change a bit
+                q_t, k_t, v_t = _at_least(8, q_t), _at_least(16, k_t), _at_least(16, v_t)
+            every = torch.bmm(q_t, k_t.mT)
+            every[..., m:] = -torch.inf
+            s = every[:, : n * N].view(p, n, N, -1)
+            _mask(s[..., :m], mask)
             before = _take(largest, queries, head)
             now = torch.maximum(before, s.amax(-1, keepdim=True))
             reference = now.masked_fill(now == -torch.inf, 0)
-            _exp_(s.sub_(reference), mask)
+            _exp_(s.sub_(reference), mask, m)
             mass = s.sum(-1, keepdim=True)
             if cls.want_masses:
                 tile_lse.append(reference + mass.log())
             if dropout:
-                s *= _kept(s, dropout, seed, number)
+                s[..., :m] *= _kept(s[..., :m], dropout, seed, number)
             shrink = (before - reference).exp_()
-            new = torch.bmm(s.view(p, n * N, m), v_t).view(p, n, N, -1)
+            new = torch.bmm(every, v_t)[:, : n * N].view(p, n, N, -1)
             _put(o, queries, head, new.addcmul_(_take(o, queries, head), shrink))
             _put(total, queries, head, mass.addcmul_(_take(total, queries, head), shrink))
             _put(largest, queries, head, now)
@@ -273,7 +282,7 @@ class _Union(torch.autograd.Function):
             q_t = q_t.reshape(p, n * N, -1)
             w = torch.bmm(q_t, k_t.mT).view(p, n, N, m)
             _mask(w, mask)
-            _exp_(w.sub_(_take(lse, queries, head)), mask)
+            _exp_(w.sub_(_take(lse, queries, head)), mask, m)
             dw = torch.bmm(do_t, v_t.mT).view(p, n, N, m)
             used = w
             if dropout:
@@ -290,11 +299,20 @@ class _UnionWithMasses(_Union):
     want_masses = True
 
 
-def _exp_(scores: Tensor, mask: Tensor | None) -> None:
+def _at_least(unit: int, x: Tensor) -> Tensor:
+    """x [p, n, …] with zeros up to a multiple of 8 rows, or at least `unit`.
+
+    Matrix products of fewer rows or columns take other paths, whose sums are rounded otherwise.
+    """
+    missing = max(unit - x.shape[1], -x.shape[1] % 8 if unit == 8 else 0)
+    return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+def _exp_(scores: Tensor, mask: Tensor | None, m: int) -> None:
     """exp in place, exactly zero where masked; clamped, because tiny numbers make exp and later products slow."""
     scores.clamp_min_(LOG_TINY).exp_()
     if mask is not None:
-        scores[:, : mask.shape[0]].mul_((mask == 0).to(scores.dtype).unsqueeze(-2))
+        scores[:, : mask.shape[0], :, :m].mul_((mask == 0).to(scores.dtype).unsqueeze(-2))
 
 
 # ---------------------------------------------------------------------- selections
