@@ -157,3 +157,33 @@ def test_a_fixed_bias_makes_sigmoid_parameter_free_and_other_words_are_refused()
     assert set(make_mixer("sigmoid", {"bias": 0}).state_dict()) == set(make_mixer("standard").state_dict())
     with pytest.raises(ValueError, match="'bias' must be a number or 'learned', got 'none'"):
         make_mixer("sigmoid", {"bias": "none"})
+
+
+def test_ca_learns_its_gain_or_is_given_one():
+    learned, fixed = make_mixer("ca"), make_mixer("ca", {"gain": 1 / 0.3})
+    torch.nn.init.constant_(learned.log_gain, -np.log(0.3))
+    weights = learned.state_dict()
+    del weights["log_gain"]
+    fixed.load_state_dict(weights)
+    x = torch.randn(2, T, 20, dtype=torch.float64)
+    assert_near(run(learned, x), run(fixed, x), rtol=1e-9, atol=1e-9)
+    spec = MIXERS.get("ca")
+    assert not spec.parameter_free(spec.params()) and spec.parameter_free(fixed.params)
+    with pytest.raises(ValueError, match="'gain' must be a number or 'learned'"):
+        make_mixer("ca", {"gain": "fixed"})
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_ca_with_no_gain_averages_and_reads_a_constant_line_as_it_is(is_causal):
+    mixer, x = make_mixer("ca", {"gain": 0}), torch.randn(1, T, 20, dtype=torch.float64)
+    v = mixer.v_proj(x).repeat(1, 1, H)
+    mean = v.cumsum(1) / torch.arange(1, T + 1)[:, None] if is_causal else v.mean(1, keepdim=True).expand_as(v)
+    assert_near(run(mixer, x, is_causal), mixer.o_proj(mean), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "ca", "fox", "standard"])
+def test_dropout_of_attention_weights_acts_in_training_only(name):
+    mixer, x = make_mixer(name, attention_dropout=0.5), torch.randn(1, T, 20, dtype=torch.float64)
+    assert torch.equal(run(mixer, x), run(mixer, x))
+    mixer.train()
+    assert not torch.equal(run(mixer, x), run(mixer, x))

@@ -19,7 +19,9 @@ from .base import split_heads
 from .row_attention import RowAttention, visible_keys
 
 
-def eager_fox(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, own: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def eager_fox(
+    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, own: Tensor, mask: Tensor, dropout: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """softmax(q_i k_j / √W + d_ij) v with d_ij = Σ_{l=j+1}^{i} log f_l; later keys forget as much, −|c_i − c_j|.
 
     Args:
@@ -35,7 +37,7 @@ def eager_fox(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, own: Tensor, mask:
     c = log_f.double().cumsum(-1)
     c_i = c.gather(2, own[:, None].expand(*c.shape[:2], -1))
     d = -(c_i[..., None] - c[:, :, None]).abs()
-    return eager_attention(q, k, v, mask, bias=d.to(log_f.dtype))
+    return eager_attention(q, k, v, mask, bias=d.to(log_f.dtype), dropout=dropout)
 
 
 class ForgettingAttention(RowAttention):
@@ -64,7 +66,7 @@ class ForgettingAttention(RowAttention):
         own, last = rows.positions, self.last_keys(rows)
         q, k, v, log_f = (x.transpose(1, 2) for x in (query, *seen.values()))
         if self.is_eager(rows):
-            return eager_fox(q, k, v, log_f, own, visible_keys(last, k.shape[2]))
+            return eager_fox(q, k, v, log_f, own, visible_keys(last, k.shape[2]), self.dropout)
         output, lse = forgetting_attention(q, k, v, log_f.double().cumsum(-1), own, own)
         if not rows.is_causal:  # the keys behind a token: those before it in the mirrored row, its own gate included
             q, k, v, log_f = (rows.flip(x).transpose(1, 2) for x in (query, *seen.values()))

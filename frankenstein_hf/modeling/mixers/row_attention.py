@@ -56,8 +56,13 @@ class RowAttention(RowMixer, StandardAttention):
         return self.gather(output, x), LayerExtras(weights, max_logits=largest)
 
     def is_eager(self, rows: Rows) -> bool:
-        """Whether to materialise the scores: for reading, and for single tokens, whose scores are one row."""
-        return rows.context.backend == "eager" or rows.size == 1
+        """Whether to materialise the scores: for reading, single tokens, whose scores are one row, and dropout."""
+        return rows.context.backend == "eager" or rows.size == 1 or self.dropout > 0
+
+    @property
+    def dropout(self) -> float:
+        """Dropout of attention weights, zero outside training."""
+        return self.config.attention_dropout if self.training else 0.0
 
     def last_keys(self, rows: Rows) -> Tensor:
         """[R or 1, L] place of the last key each token sees."""

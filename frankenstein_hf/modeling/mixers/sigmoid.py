@@ -46,7 +46,7 @@ class SigmoidAttention(RowAttention):
         if not l1:
             level = level - (last + 1).clamp_min(1).to(level.dtype).log()[:, None]
         if self.is_eager(rows):
-            return eager_sigmoid(q, k, v, level, visible_keys(last, k.shape[2]), l1)
+            return eager_sigmoid(q, k, v, level, visible_keys(last, k.shape[2]), l1, self.dropout)
         return sigmoid_attention(q, k, v, level, last, l1), None
 
     def gather(self, output: Tensor, x: Tensor) -> Tensor:

@@ -15,8 +15,9 @@ from .numerics import LOG_TINY, at_least_fp32, full_precision, untraced
 
 
 def eager_sigmoid_attention(
-    query: Tensor, key: Tensor, value: Tensor, level: Tensor, mask: Tensor, normalize: bool = False
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, level: Tensor, mask: Tensor, normalize: bool = False,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """σ(q kᵀ / √K + level) v over the visible keys, with the weights materialised; twice differentiable.
 
     Args:
@@ -25,6 +26,7 @@ def eager_sigmoid_attention(
         level: [B, H, T] added to the logits of each query.
         mask: [B or 1, 1, T, S] True = visible.
         normalize: Divide every query's weights by their sum.
+        dropout: Probability of dropping a weight.
 
     Returns:
         Output [B, H, T, V] and weights [B, H, T, S].
@@ -35,7 +37,7 @@ def eager_sigmoid_attention(
     if normalize:
         mass = weights.sum(-1, keepdim=True)
         weights = weights / mass.masked_fill(mass == 0, 1.0)
-    weights = weights.to(query.dtype)
+    weights = F.dropout(weights, dropout, training=dropout > 0).to(query.dtype)
     return weights @ value, weights
 
 
