@@ -111,7 +111,7 @@ def _segments(s: Tensor, j: slice, place: Tensor | None, last: Tensor | None) ->
     E, rise = e[..., :-1] + e[..., 1:], e[..., 1:] - e[..., :-1]
     if place is not None:
         assert last is not None
-        both = (place[1:] <= last).to(s.dtype)
+        both = torch.le(place[1:], last).to(s.dtype)
         E.mul_(both)
         rise.mul_(both)
     Δ.div_(LOG2_E)
