@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ..configuration.component import param
-from .base import Batch, FrankensteinOptimizer, ParamGroup, adam_moments, seeded_generator
+from .base import Batch, FrankensteinOptimizer, ParamGroup, adam_moments
+from .exact_state import seeded_generator
 from .low_rank import ONE_SIDED, REST, LowRankParams, is_left
-from .matrices import as_matrices, matrix_shape
+from .matrices import as_matrices, from_matrices, matrix_shape
 from .quantized import dequantize, quantize, quantized_bytes
 from .spec import OptimizerParams, OptimizerSpec, or_adamw
 
@@ -97,7 +98,7 @@ class Apollo(FrankensteinOptimizer):
         batch.decay(group["lr"] * group["weight_decay"])
         size = group["lr"] * (1 - beta2**t) ** 0.5 / (1 - beta1**t)
         size *= 1.0 if group["scale_front"] else group["scale"] ** 0.5
-        shaped = [u.reshape(p.shape) for u, p in zip(updates, batch.params)]
+        shaped = [from_matrices(u, p.shape, group["layout"]) for u, p in zip(updates, batch.params)]
         torch._foreach_add_(batch.params, shaped, alpha=-size)
 
 

@@ -1,46 +1,18 @@
-"""The optimizers' common ground: state that is saved exactly, fp32 arithmetic, steps batched over parameters."""
+"""The base of the package's own optimizers: fp32 arithmetic, steps batched over parameters."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
+from .exact_state import ExactState, ParamGroup
+from .low_precision import DTYPES, widen
 from .spec import AdamParams, OptimizerParams
 
-GLOBAL = "global"  # key of the state that belongs to no single parameter
 CPU_CHUNK = 1 << 17  # elements updated together on a CPU, so that temporaries stay in its cache
-LOW_PRECISION = (torch.float16, torch.bfloat16)
-
-ParamGroup = dict[str, Any]
-
-
-class ExactState(torch.optim.Optimizer):
-    """An optimizer whose state keeps its dtypes through `load_state_dict`, shares no memory with it, and is counted."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch's, which however would cast every state to the dtype of its parameter."""
-        super().load_state_dict(state_dict)
-        params = [p for group in self.param_groups for p in group["params"]]
-        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        owners = dict(zip(ids, params))
-        for key, saved in state_dict["state"].items():
-            owner = owners.get(key)
-            device = owner.device if owner is not None else params[0].device
-            self.state[key if owner is None else owner] = {
-                name: _copy(value, device) if isinstance(value, Tensor) else value for name, value in saved.items()
-            }
-
-    def state_bytes(self) -> int:
-        """Bytes of all state tensors."""
-        tensors = (value for state in self.state.values() for value in state.values() if isinstance(value, Tensor))
-        return sum(tensor.nbytes for tensor in tensors)
-
-
-def _copy(value: Tensor, device: torch.device) -> Tensor:
-    # counters and random states live on the CPU whatever the parameters do
-    stays = value.dim() == 0 and value.device.type == "cpu" and device.type != "cpu"
-    return value.detach().clone() if stays or value.dtype == torch.uint8 else value.detach().to(device, copy=True)
+FUSED_DEVICES = ("cpu", "cuda")  # where torch's fused kernels are used without being asked for
 
 
 class Batch:
@@ -58,8 +30,8 @@ class Batch:
     def __init__(self, originals: list[Tensor], states: list[dict[str, Any]], positions: list[int]) -> None:
         self.originals, self.states, self.positions = originals, states, positions
         self.step: int = states[0]["step"]
-        self.low = originals[0].dtype in LOW_PRECISION
-        self.params = [p.float() for p in originals] if self.low else originals
+        self.low = originals[0].dtype in DTYPES
+        self.params = [widen(p, state) for p, state in zip(originals, states)] if self.low else originals
         grads = [p.grad for p in originals if p.grad is not None]
         self.grads = [g.float() for g in grads] if self.low else grads
 
@@ -73,11 +45,6 @@ class Batch:
         """Decoupled weight decay: θ ← (1 − amount) θ."""
         if amount:
             torch._foreach_mul_(self.params, 1 - amount)
-
-    def write_back(self) -> None:
-        """Round the copies of 16-bit parameters back."""
-        if self.low:
-            torch._foreach_copy_(self.originals, self.params)
 
 
 class FrankensteinOptimizer(ExactState):
@@ -97,7 +64,6 @@ class FrankensteinOptimizer(ExactState):
     params_class: ClassVar[type[OptimizerParams]]
     elementwise: ClassVar[bool] = False  # `update` may see any part of a group: it is cut to fit the cache
     needs_kind: ClassVar[bool] = False  # groups must say which kind of parameter they hold
-    iterates: ClassVar[tuple[str, ...]] = ()  # states that are weights too: what rescales a parameter rescales them
 
     def __init__(self, params: Iterable[Any], **values: Any) -> None:
         settings = self.params_class.from_dict(values, type(self).__name__)
@@ -149,7 +115,7 @@ class FrankensteinOptimizer(ExactState):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient.
+        """Update every parameter that has a gradient, except those that `screen` leaves out.
 
         Args:
             closure: Recomputes and returns the loss, gradients included.
@@ -161,29 +127,26 @@ class FrankensteinOptimizer(ExactState):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        batches, position = [], 0
+        batches, position, left_out = [], 0, self.screen()
         for group in self.param_groups:
-            batches += [(batch, group) for batch in self._batches(group, position)]
+            batches += [(batch, group) for batch in self._batches(group, position, left_out)]
             position += len(group["params"])
         self.prepare(batches)
+        self.count_rounding()
         for batch, group in batches:
             update = adamw_update if group.get("method") == "adamw" else self.update
             update(batch, group)
-            batch.write_back()
+            for p, wide, i in zip(batch.originals, batch.params, batch.positions) if batch.low else ():
+                self.write(p, wide, group, i)
         return loss
 
-    def _batches(self, group: ParamGroup, position: int) -> Iterator[Batch]:
+    def _batches(self, group: ParamGroup, position: int, left_out: set[int]) -> Iterator[Batch]:
         """The group's parameters that have gradients, in batches of equal dtype, device and step count."""
         alike: dict[tuple, list[tuple[Tensor, int]]] = {}
         for i, p in enumerate(group["params"], position):
-            if p.grad is None:
+            if p.grad is None or id(p) in left_out:
                 continue
-            if p.grad.is_sparse:
-                raise RuntimeError(f"{type(self).__name__} does not take sparse gradients; use sparse=False.")
-            state = self.state[p]
-            if not state:
-                state["step"] = 0
-                state.update(self._first_state(p, group))
+            state = self.state_of(p, group)
             state["step"] += 1
             alike.setdefault((p.dtype, p.device, state["step"]), []).append((p, i))
         cut = self.elementwise or group.get("method") == "adamw"
@@ -191,17 +154,13 @@ class FrankensteinOptimizer(ExactState):
             for part in _parts(members) if cut and device.type == "cpu" else [members]:
                 yield Batch([p for p, _ in part], [self.state[p] for p, _ in part], [i for _, i in part])
 
-    def _first_state(self, p: Tensor, group: ParamGroup) -> dict[str, Any]:
-        wide = p.dtype if p.dtype not in LOW_PRECISION else torch.float32
-        p, g = p.detach().to(wide), p.grad.to(wide)  # type: ignore[union-attr]
-        if group.get("method") == "adamw":
-            return {"m": zeros(p), "v": zeros(p)}
-        return self.init_state(p, g, group)
-
-    def shared_state(self) -> dict[str, Any]:
-        """State of the whole optimizer, saved with it: tensors and plain numbers by name, at first empty."""
-        state: dict[Any, dict[str, Any]] = self.state  # torch allows other keys too
-        return state.setdefault(GLOBAL, {})
+    def state_of(self, p: Tensor, group: ParamGroup) -> dict[str, Any]:
+        """The state of a parameter with a gradient, made if it has none."""
+        if not (state := self.state[p]):
+            wide = widen(p, {})
+            first = {"m": zeros(wide), "v": zeros(wide)} if group.get("method") == "adamw" else None
+            state |= {"step": 0} | (first or self.init_state(wide, p.grad.to(wide.dtype), group))  # type: ignore[union-attr]
+        return state
 
 
 def _parts(members: list[tuple[Tensor, int]]) -> Iterator[list[tuple[Tensor, int]]]:
@@ -215,6 +174,11 @@ def _parts(members: list[tuple[Tensor, int]]) -> Iterator[list[tuple[Tensor, int
         part.append((p, i))
         size += p.numel()
     yield part
+
+
+def alike(p: Tensor, *others: Tensor) -> bool:
+    """Whether tensors lie in memory as p does: torch's fused kernels do not look, and would mix up elements."""
+    return all(other.stride() == p.stride() for other in others)
 
 
 def zeros(p: Tensor) -> Tensor:
@@ -239,21 +203,12 @@ def adam_denominator(v: list[Tensor], beta2: float, eps: float, step: int) -> li
 
 
 def adamw_update(batch: Batch, group: ParamGroup) -> None:
-    """AdamW (arXiv 1711.05101), operation for operation as `torch.optim.AdamW`; states m and v."""
-    beta1, beta2 = group["betas"]
-    batch.decay(group["lr"] * group["weight_decay"])
-    adam_moments(batch, beta1, beta2)
-    denominator = adam_denominator(batch["v"], beta2, group["eps"], batch.step)
-    torch._foreach_addcdiv_(batch.params, batch["m"], denominator, -group["lr"] / (1 - beta1**batch.step))
-
-
-def seeded_generator(seed: int, *counters: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """A random generator that depends on `seed` and `counters` (step, position …) only, so that a resumed run draws
-    the same numbers: nothing but the seed needs saving, and every process draws alike.
-    """
-    mixed = seed & (2**63 - 1)
-    for counter in counters:  # splitmix64
-        mixed = (mixed * 0x9E3779B97F4A7C15 + counter + 1) & (2**64 - 1)
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-        mixed = (mixed ^ (mixed >> 27)) & (2**63 - 1)
-    return torch.Generator(device).manual_seed(mixed)
+    """AdamW (arXiv 1711.05101) by torch's own function, fused where torch has that; states m and v."""
+    (beta1, beta2), device = group["betas"], batch.params[0].device
+    steps = list(torch.full((len(batch),), float(batch.step - 1), device=device).unbind())
+    fused = device.type in FUSED_DEVICES and all(map(alike, batch.params, batch.grads, batch["m"], batch["v"]))
+    adamw(
+        batch.params, batch.grads, batch["m"], batch["v"], [], steps, fused=fused, foreach=not fused,
+        amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"],
+        eps=group["eps"], maximize=False,
+    )  # fmt: skip

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..configuration.component import param
 from .base import Batch, ParamGroup
+from .decompositions import eigh, svd
 from .matrix_method import MatrixMethod, Stack, with_statistics
 from .spec import HybridParams, OptimizerSpec, below_one, or_adamw
 
@@ -70,12 +71,12 @@ def left_basis(x: Tensor) -> Tensor:
     Any basis of the vectors without a singular value would do, and rounding errors would pick one; two processes and
     one, say, would then differ. Here they diagonalise a fixed matrix D restricted to their space.
     """
-    u, s, _ = torch.linalg.svd(x, full_matrices=False)
+    u, s, _ = svd(x)
     null = (s <= max(x.shape[-2:]) * torch.finfo(x.dtype).eps * s[:, :1])[:, None, :]  # the last columns of u
     within = u * null
     projection = within @ within.mT
     d = torch.linspace(1, 2, x.shape[1], dtype=x.dtype, device=x.device)
-    return torch.where(null, torch.linalg.eigh(projection @ (d[:, None] * projection)).eigenvectors, u)
+    return torch.where(null, eigh(projection @ (d[:, None] * projection)).eigenvectors, u)
 
 
 SPECS = (

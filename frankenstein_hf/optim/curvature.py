@@ -10,7 +10,10 @@ from torch.nn.functional import cross_entropy
 from transformers.utils import logging
 
 from ..configuration.component import param
-from .base import LOW_PRECISION, Batch, FrankensteinOptimizer, ParamGroup, seeded_generator, zeros
+from .base import Batch, FrankensteinOptimizer, ParamGroup, zeros
+from .exact_state import seeded_generator
+from .low_precision import DTYPES
+from .screening import usable
 from .spec import OptimizerParams, OptimizerSpec, below_one, floats
 
 logger = logging.get_logger(__name__)
@@ -90,22 +93,27 @@ class Sophia(FrankensteinOptimizer):
 
     @torch.no_grad()
     def supply(self, estimates: Mapping[Tensor, Tensor | None]) -> None:
-        """h ← β₂ h + (1 − β₂) ĥ with estimates by parameter, averaged over processes; None counts as 0."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p not in estimates or p.grad is None:
-                    continue
-                found = estimates[p]
-                h_hat = torch.zeros_like(p) if found is None else found
-                h_hat = (h_hat.float() if h_hat.dtype in LOW_PRECISION else h_hat.clone()).contiguous()
-                if distributed.is_initialized():
-                    distributed.all_reduce(h_hat)
-                    h_hat /= distributed.get_world_size()
-                state = self.state[p]
-                if not state:
-                    state["step"] = 0
-                    state.update(self._first_state(p, group))
-                state["h"].lerp_(h_hat.to(state["h"]), 1 - group["betas"][1])
+        """h ← β₂ h + (1 − β₂) ĥ with estimates by parameter, averaged over processes; None counts as 0.
+
+        Estimates that are not finite are left out, as gradients are: see `screen`.
+        """
+        places = [(index, group, p) for group in self.param_groups for index, p in enumerate(group["params"])]
+        found = []
+        for position, (index, group, p) in enumerate(places):
+            if p not in estimates or p.grad is None:
+                continue
+            h_hat = torch.zeros_like(p) if (estimate := estimates[p]) is None else estimate
+            h_hat = (h_hat.float() if h_hat.dtype in DTYPES else h_hat.clone()).contiguous()
+            if distributed.is_initialized():
+                distributed.all_reduce(h_hat)
+                h_hat /= distributed.get_world_size()
+            found.append((position, index, group, p, h_hat))
+        good = usable([h_hat for *_, h_hat in found])
+        bad = [place for place, ok in zip(found, good) if not ok and place[2]["nonfinite"] != "take"]
+        self.leave_out([place[:3] for place in bad], "curvature")
+        for _, _, group, p, h_hat in (place for place in found if not any(place is one for one in bad)):
+            h = self.state_of(p, group)["h"]
+            h.lerp_(h_hat.to(h), 1 - group["betas"][1])
 
 
 def gauss_newton_bartlett(

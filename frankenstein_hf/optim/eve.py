@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, distributed
 
 from ..configuration.component import param
-from .base import seeded_generator
 from .evolution import ClosureMethod, averaged
+from .exact_state import seeded_generator
+from .low_precision import widen
+from .matrices import matrix_shape
 from .spec import AdamParams, OptimizerSpec, floats
 
 SLOTS = 4
@@ -38,7 +40,7 @@ class Member:
     """A parameter that takes part, during one step.
 
     Attributes:
-        p, group, state: As the optimizer keeps them.
+        p, group, state, position: As the optimizer keeps them.
         anchor: The initial weights.
         half: Half the width of the box around them.
     """
@@ -46,6 +48,7 @@ class Member:
     p: Tensor
     group: dict[str, Any]
     state: dict[str, Any]
+    position: int
     anchor: Tensor
     half: float
 
@@ -79,8 +82,8 @@ class EvE(ClosureMethod):
 
     A parameter takes part from when it first has a gradient. Of the slots the parameters' own is not stored; the
     initial weights stand in its place. So the state is 4 + 8 copies of the weights, and what rescales the parameters
-    between steps moves the best slot. 16-bit parameters round it. With several processes losses and gradients are
-    averaged and all decide alike.
+    between steps moves the best slot. 16-bit parameters hold it as `bf16_update` says. With several processes losses
+    and gradients are averaged and all decide alike.
     """
 
     params_class = EvEParams
@@ -114,8 +117,9 @@ class EvE(ClosureMethod):
             place(members, points[shared["best"]])
             raise
         best = min(range(SLOTS), key=shared["values"].__getitem__)
-        place(members, points[best])
+        self.count_rounding()
         for n, member in enumerate(members):
+            self.write(member.p, points[best][n], member.group, member.position)
             for k in range(SLOTS):
                 member.state["slots"][k].copy_(member.anchor if k == best else points[k][n])
         shared["best"] = best
@@ -164,6 +168,9 @@ class EvE(ClosureMethod):
         for _ in range(self.param_groups[0]["burst"]):
             place(members, x)
             self._gradients(closure)
+            left_out = self.screen()
+            if any(id(member.p) in left_out for member in members):  # the burst ends where gradients do
+                break
             steps[i] += 1
             for n, member in enumerate(members):
                 group, m, v = member.group, member.state["m"][i], member.state["v"][i]
@@ -182,7 +189,7 @@ class EvE(ClosureMethod):
 
     def _loss(self, closure: Callable[[], Any]) -> float:
         """The loss where the parameters are; inf where it is no number."""
-        loss = averaged(torch.as_tensor(closure()).detach().to(torch.float64, copy=True)).item()
+        loss = averaged(self.evaluate(closure).to(torch.float64, copy=True)).item()
         return math.inf if math.isnan(loss) else loss
 
     def _gradients(self, closure: Callable[[], Any]) -> None:
@@ -200,7 +207,7 @@ class EvE(ClosureMethod):
         outside = [
             (position, p, group)
             for position, (p, group) in enumerate((p, group) for group in self.param_groups for p in group["params"])
-            if not self.state.get(p)
+            if not self.state.get(p) and p.numel()
         ]
         if not outside:
             return
@@ -210,7 +217,7 @@ class EvE(ClosureMethod):
                 continue
             x = p.detach().to(torch.promote_types(p.dtype, torch.float32))
             slots = x.expand(SLOTS, *x.shape).clone()
-            member = Member(p, group, {}, x, half_width(p, group))
+            member = Member(p, group, {}, position, x, half_width(p, group))
             for k in range(1, SLOTS):
                 generator = seeded_generator(group["seed"], 0, k, position, device=p.device)
                 noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
@@ -222,9 +229,8 @@ class EvE(ClosureMethod):
     def _members(self) -> list[Member]:
         best = self.shared_state()["best"]
         return [
-            Member(p, group, self.state[p], self.state[p]["slots"][best].clone(), half_width(p, group))
-            for group in self.param_groups
-            for p in group["params"]
+            Member(p, group, self.state[p], position, self.state[p]["slots"][best].clone(), half_width(p, group))
+            for position, (p, group) in enumerate((p, group) for group in self.param_groups for p in group["params"])
             if self.state.get(p) and p.requires_grad
         ]
 
@@ -232,15 +238,12 @@ class EvE(ClosureMethod):
         """Slot k; a copy where the parameters hold it."""
         if k != self.shared_state()["best"]:
             return [member.state["slots"][k] for member in members]
-        return [member.p.detach().to(member.anchor.dtype, copy=True) for member in members]
+        return [widen(member.p, member.state).to(member.anchor.dtype, copy=True) for member in members]
 
 
 def half_width(p: Tensor, group: dict[str, Any]) -> float:
     """√(6/fan_in)."""
-    if p.dim() < 2 or group.get("layout", "stack") == "stack":
-        fan_in = p.shape[-1] if p.dim() else 1
-    else:
-        fan_in = p[0].numel()
+    fan_in = matrix_shape(p.shape, group.get("layout", "stack"))[2] if p.dim() > 1 else p.numel()
     return math.sqrt(6 / fan_in)
 
 

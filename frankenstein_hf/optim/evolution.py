@@ -6,20 +6,44 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from transformers.utils import logging
 
 from ..configuration.component import param
-from .base import FrankensteinOptimizer, seeded_generator
+from .base import FrankensteinOptimizer
+from .exact_state import seeded_generator
+from .low_precision import widen
 from .spec import OptimizerParams, OptimizerSpec, floats
+
+logger = logging.get_logger(__name__)
 
 
 class ClosureMethod(FrankensteinOptimizer):
     """A method whose `step` needs a closure that evaluates the loss of one batch, as often as asked.
 
-    Called with gradients enabled, the closure must compute them too; called without, the loss is enough. Dropout makes
-    the evaluations of a batch differ; leave it off.
+    torch's usual closure will do: zero the gradients, compute the loss, call backward, return the loss. It is called
+    often, and mostly for the loss alone; one that calls backward only if `torch.is_grad_enabled()` saves that time.
+    Dropout makes the evaluations of a batch differ; leave it off.
     """
 
     closure: Callable[[], Any] | None = None  # for callers of `step` that have none: transformers' Trainer
+    _always_differentiates = False  # whether the closure has turned out to call backward in any case
+
+    def evaluate(self, closure: Callable[[], Any]) -> Tensor:
+        """The loss, without gradients if the closure can do without."""
+        if not self._always_differentiates:
+            try:
+                with torch.no_grad():
+                    return torch.as_tensor(closure()).detach()
+            except RuntimeError as error:
+                if "does not require grad" not in str(error):  # what autograd says to backward() without a graph
+                    raise
+            self._always_differentiates = True
+            logger.warning_once(
+                f"{type(self).__name__} often needs the loss alone, but the closure always calls backward(). Put that "
+                "behind `if torch.is_grad_enabled():` to save its time."
+            )
+        with torch.enable_grad():
+            return torch.as_tensor(closure()).detach()
 
     def required(self, closure: Callable[[], Any] | None) -> Callable[[], Any]:
         """The closure given to `step`, else the attribute.
@@ -67,7 +91,8 @@ class EA4LLM(ClosureMethod):
     The loss is that of the closure, which is called N times without gradients on the same batch; with several processes
     rewards are averaged. Noises are drawn again from the seed for the update, so that no state but a counter remains;
     while a step lasts a copy of the weights does, from which they are restored to the bit. std is that of the
-    population, and rewards that are all equal move nothing. Weight decay is an addition of the project's source.
+    population, and rewards that are all equal move nothing. A loss that is not finite counts as the worst of the
+    others; a step without any other is left out and counted. Weight decay is an addition of the project's source.
     """
 
     params_class = EA4LLMParams
@@ -86,38 +111,45 @@ class EA4LLM(ClosureMethod):
             RuntimeError: No closure.
         """
         closure = self.required(closure)
-        everything = [(p, group) for group in self.param_groups for p in group["params"]]
-        params = [(i, p, group) for i, (p, group) in enumerate(everything) if p.requires_grad]
+        everything = [(p, group, index) for group in self.param_groups for index, p in enumerate(group["params"])]
+        params = [(i, p, group) for i, (p, group, _) in enumerate(everything) if p.requires_grad]
         first, shared = self.param_groups[0], self.shared_state()
         t = shared["step"] = shared.get("step", 0) + 1
         originals = [p.clone() for _, p, _ in params]
+        wides = [widen(original, self.state.get(p, {})) for original, (_, p, _) in zip(originals, params)]
         try:
             losses = []
             for j in range(first["population"]):
-                for (i, p, group), original in zip(params, originals):
-                    p.copy_(original + group["sigma"] * noise(original, first, t, j, i))
-                losses.append(torch.as_tensor(closure(), device=everything[0][0].device).detach())
+                for (i, p, group), wide in zip(params, wides):
+                    p.copy_(wide + group["sigma"] * noise(wide, first, t, j, i))
+                losses.append(self.evaluate(closure).to(everything[0][0].device))
         finally:
             for (_, p, _), original in zip(params, originals):
                 p.copy_(original)
         rewards = -torch.stack(losses)
         rewards = averaged(rewards.to(torch.promote_types(rewards.dtype, torch.float32)))
+        mean = -rewards.mean()
+        if first["nonfinite"] != "take" and not (finite := rewards.isfinite()).all():
+            if not finite.any() or first["nonfinite"] == "raise":
+                self.leave_out([(i, index, group) for i, (_, group, index) in enumerate(everything)], "loss around")
+                return mean
+            rewards = torch.where(finite, rewards, rewards[finite].min())
         weights = shape(rewards, first["shaping"])
-        for (i, p, group), original in zip(params, originals):
-            direction = torch.zeros_like(original, dtype=torch.promote_types(original.dtype, torch.float32))
+        self.count_rounding()
+        for (i, p, group), wide in zip(params, wides):
+            direction = torch.zeros_like(wide)
             for j in range(first["population"]):
-                direction += weights[j] * noise(original, first, t, j, i)
+                direction += weights[j] * noise(wide, first, t, j, i)
             alpha = group["lr"] / first["population"] / (group["sigma"] if group["nes"] else 1.0)
-            p.copy_(original * (1 - group["lr"] * group["weight_decay"]) + alpha * direction)
-        return -rewards.mean()
+            self.write(p, wide * (1 - group["lr"] * group["weight_decay"]) + alpha * direction, group, i)
+        return mean
 
 
 def noise(p: Tensor, group: dict[str, Any], t: int, j: int, i: int) -> Tensor:
-    """ε of member j for parameter i in step t, in fp32 or wider."""
-    dtype = torch.promote_types(p.dtype, torch.float32)
+    """ε of member j for parameter i in step t, in p's dtype, fp32 or wider."""
     member, sign = (j // 2, 1 - 2 * (j % 2)) if group["antithetic"] else (j, 1)
     generator = seeded_generator(group["seed"], t, member, i, device=p.device)
-    return torch.randn(p.shape, generator=generator, dtype=dtype, device=p.device).mul_(sign)
+    return torch.randn(p.shape, generator=generator, dtype=p.dtype, device=p.device).mul_(sign)
 
 
 def shape(rewards: Tensor, how: str) -> Tensor:

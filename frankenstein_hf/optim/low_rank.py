@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..configuration.component import param
 from .base import Batch, FrankensteinOptimizer, ParamGroup, adam_denominator, adam_moments
-from .matrices import as_matrices, matrix_shape
+from .decompositions import svd
+from .matrices import as_matrices, from_matrices, matrix_shape
 from .spec import HybridParams, OptimizerSpec, below_one, or_adamw
 
 REST = frozenset({"table", "vector"})
@@ -76,7 +77,10 @@ class GaLore(FrankensteinOptimizer):
         batch.decay(group["lr"] * group["weight_decay"])
         adam_moments(batch, beta1, beta2, low)
         updates = torch._foreach_div(batch["m"], adam_denominator(batch["v"], beta2, group["eps"], t))
-        back = [_project_back(u, state).reshape(p.shape) for u, state, p in zip(updates, batch.states, batch.params)]
+        back = [
+            from_matrices(_project_back(u, state), p.shape, group["layout"])
+            for u, state, p in zip(updates, batch.states, batch.params)
+        ]
         torch._foreach_add_(batch.params, back, alpha=-group["lr"] * group["scale"] / (1 - beta1**t))
 
 
@@ -88,7 +92,7 @@ def galore_sides(m: int, n: int, proj_type: str) -> tuple[str, ...]:
 
 
 def _refresh(g: Tensor, state: dict[str, Any], rank: int) -> None:
-    u, _, vh = torch.linalg.svd(g, full_matrices=False)
+    u, _, vh = svd(g)
     if "p_left" in state:
         state["p_left"].copy_(_with_signs(u[..., :rank]))
     if "p_right" in state:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..configuration.component import param
 from .base import Batch, FrankensteinOptimizer, ParamGroup, zeros
-from .matrices import as_matrices, by_shape, matrix_shape
+from .matrices import as_matrices, by_shape, from_matrices, matrix_shape
 from .newton_schulz import newton_schulz, schedule
 from .spec import HybridParams, below_one
 
@@ -62,7 +62,7 @@ class Stack:
     def split(self, stack: Tensor) -> list[Tensor]:
         """[S, m, n] back in the shapes of the parameters."""
         parts = stack.split(self.sizes)
-        return [part.reshape(self.batch.params[i].shape) for part, i in zip(parts, self.indices)]
+        return [from_matrices(part, self.batch.params[i].shape, self.layout) for part, i in zip(parts, self.indices)]
 
     def state(self, name: str) -> Tensor:
         """States with one entry a matrix, as [S, …]."""

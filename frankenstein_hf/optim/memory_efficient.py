@@ -61,7 +61,7 @@ class AdamPM(FrankensteinOptimizer):
 
         v̄ ← β₂ v̄ + (1 − β₂) mean_s(g²);  θ ← θ − η m̂ / (√v̂ + ε), v̂ repeated over each group
 
-    Groups lie along the last axis ("rows") or the one before it ("columns"); 1-D parameters have only one. An
+    Groups lie along the rows of a weight [out, in] or along its columns; 1-D parameters have only one axis. An
     incomplete last group averages over what it has. s = 1 is AdamW.
     """
 
@@ -69,10 +69,10 @@ class AdamPM(FrankensteinOptimizer):
     elementwise = True
 
     def init_state(self, p: Tensor, g: Tensor, group: ParamGroup) -> dict[str, Any]:
-        return {"m": zeros(p), "v": p.new_zeros(pooled_shape(p.shape, group["group_size"], group["pooling"]))}
+        return {"m": zeros(p), "v": p.new_zeros(pooled_shape(p.shape, group["group_size"], pooled_axis(group)))}
 
     def update(self, batch: Batch, group: ParamGroup) -> None:
-        (beta1, beta2), s, pooling = group["betas"], group["group_size"], group["pooling"]
+        (beta1, beta2), s, pooling = group["betas"], group["group_size"], pooled_axis(group)
         lr, t = group["lr"], batch.step
         batch.decay(lr * group["weight_decay"])
         torch._foreach_lerp_(batch["m"], batch.grads, 1 - beta1)
@@ -83,6 +83,12 @@ class AdamPM(FrankensteinOptimizer):
         torch._foreach_mul_(inverse, -lr / (1 - beta1**t))
         for p, m, scale in zip(batch.params, batch["m"], inverse):
             _add_by_groups(_groups_last(p, pooling), _groups_last(m, pooling), scale, s)
+
+
+def pooled_axis(group: ParamGroup) -> str:
+    """The group's "pooling" as it is in memory: rows of a transposed weight are columns there."""
+    other = {"rows": "columns", "columns": "rows"}
+    return other[group["pooling"]] if group.get("layout") == "transpose" else group["pooling"]
 
 
 def pooled_shape(shape: Sequence[int], s: int, pooling: str) -> tuple[int, ...]:
@@ -139,6 +145,7 @@ SPECS = (
         state_bytes=lambda params, shape, kind: (
             4 * (math.prod(shape) + math.prod(pooled_shape(shape, params.group_size, params.pooling)))
         ),
+        by_kind=True,
         small_params={"group_size": 3},
     ),
 )

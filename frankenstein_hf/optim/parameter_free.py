@@ -95,7 +95,7 @@ class Prodigy(FrankensteinOptimizer):
             return
         first, settings = batches[0][0].params[0], batches[0][1]
         shared = self.shared_state()
-        if not shared:
+        if "d" not in shared:
             d = first.new_tensor(settings["d0"])
             shared.update(d=d, d_max=d.clone(), r=torch.zeros_like(d), k=0)
         # for `update`: the step is taken with the estimate of before

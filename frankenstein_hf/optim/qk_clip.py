@@ -9,6 +9,7 @@ from torch import Tensor, distributed, nn
 from transformers.utils import logging
 
 from ..configuration.component import Params, param
+from .low_precision import REMAINDER
 from .matrix_method import FALLBACK
 from .muon import Muon, MuonParams
 from .spec import OptimizerSpec, StabilizerSpec, floats, or_adamw
@@ -116,7 +117,8 @@ def rescale(optimizer: torch.optim.Optimizer, projection: nn.Linear, factors: Te
     for p in (projection.weight, projection.bias):
         if p is None:
             continue
-        copies = [optimizer.state[p][name] for name in getattr(optimizer, "iterates", ()) if optimizer.state.get(p)]
+        state = optimizer.state.get(p, {})
+        copies = [state[name] for name in (REMAINDER, *getattr(optimizer, "iterates", ())) if name in state]
         for tensor in (p, *copies):
             rows = tensor.view(len(factors), -1)
             rows.mul_(factors[:, None])

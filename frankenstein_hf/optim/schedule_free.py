@@ -9,6 +9,7 @@ from transformers.utils import logging
 
 from ..configuration.component import param
 from .base import Batch, FrankensteinOptimizer, ParamGroup, adam_denominator, zeros
+from .low_precision import widen
 from .spec import AdamParams, OptimizerSpec, below_one, floats
 
 logger = logging.get_logger(__name__)
@@ -92,7 +93,7 @@ class ScheduleFreeAdamW(FrankensteinOptimizer):
                 if state := self.state.get(p):
                     state["y"] = p.detach().clone()
                     # x = y + (1 − 1/β₁)(z − y)
-                    p.copy_(p.to(state["z"].dtype).lerp(state["z"], 1 - 1 / group["betas"][0]))
+                    p.copy_(widen(p, state).lerp(state["z"], 1 - 1 / group["betas"][0]))
 
     @torch.no_grad()
     def train(self) -> None:

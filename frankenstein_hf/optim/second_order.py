@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..configuration.component import param
 from .base import Batch, FrankensteinOptimizer, ParamGroup, adam_denominator, zeros
-from .matrices import as_matrices, matrix_shape
+from .decompositions import eigh
+from .matrices import as_matrices, from_matrices, matrix_shape
 from .spec import AdamParams, OptimizerParams, OptimizerSpec, below_one, floats
 
 TIE_BREAK = 1e-6  # share of the mean eigenvalue by which axes are told apart where the statistics do not
@@ -90,7 +91,7 @@ class Shampoo(FrankensteinOptimizer):
                 if renew:
                     state[f"root_{axis}"] = inverse_root(state[axis], 2 * len(axes), group["eps"])
                 u = state["root_L"] @ u if axis == "L" else u @ state["root_R"]
-            updates.append(u.reshape(g.shape))
+            updates.append(from_matrices(u, g.shape, group["layout"]))
         if mu:
             torch._foreach_mul_(batch["m"], mu)
             torch._foreach_add_(batch["m"], updates)
@@ -106,7 +107,7 @@ def accumulate(total: Tensor, new: Tensor, beta: float) -> None:
 
 def inverse_root(a: Tensor, power: int, least: float) -> Tensor:
     """A^(−1/power) of symmetric matrices [S, m, m], with eigenvalues of at least `least`."""
-    values, vectors = torch.linalg.eigh(a)
+    values, vectors = eigh(a)
     values.clamp_(min=max(least, torch.finfo(a.dtype).tiny)).pow_(-1 / power)
     return (vectors * values[:, None, :]) @ vectors.mT
 
@@ -182,19 +183,21 @@ class Soap(FrankensteinOptimizer):
 
 def _rotate(x: Tensor, state: dict[str, Any], layout: str, back: bool = False) -> Tensor:
     """Q_Lᵀ X Q_R, or Q_L X Q_Rᵀ, in the parameter's shape."""
-    y = as_matrices(x, layout) if "L" in state or "R" in state else x
+    if "L" not in state and "R" not in state:
+        return x
+    y = as_matrices(x, layout)
     if "L" in state:
         y = (state["Q_L"] if back else state["Q_L"].mT) @ y
     if "R" in state:
         y = y @ (state["Q_R"].mT if back else state["Q_R"])
-    return y.reshape(x.shape)
+    return from_matrices(y, x.shape, layout)
 
 
 def _renew(state: dict[str, Any], axis: str, how: str, layout: str) -> None:
     """A new basis of the axis, by falling eigenvalues."""
     a = with_ties_broken(state[axis])
     if how == "eigh":
-        state[f"Q_{axis}"] = torch.linalg.eigh(a).eigenvectors.flip(-1).contiguous()
+        state[f"Q_{axis}"] = eigh(a).eigenvectors.flip(-1).contiguous()
         return
     q = state[f"Q_{axis}"]
     a_q = a @ q
@@ -202,7 +205,7 @@ def _renew(state: dict[str, Any], axis: str, how: str, layout: str) -> None:
     state[f"Q_{axis}"] = torch.linalg.qr(a_q.take_along_dim(order[:, None, :], -1)).Q
     v = as_matrices(state["v"], layout)
     chosen = v.take_along_dim(order[:, :, None], -2) if axis == "L" else v.take_along_dim(order[:, None, :], -1)
-    state["v"].copy_(chosen.reshape(state["v"].shape))
+    state["v"].copy_(from_matrices(chosen, state["v"].shape, layout))
 
 
 def with_ties_broken(a: Tensor) -> Tensor:

@@ -14,6 +14,10 @@ from ..configuration.component import ComponentSpec, Params, Registry, describe_
 NEEDS = ("nothing", "callback")
 # What a user may set per role in `groups`, where the method has it.
 GROUP_PARAMS = ("lr", "weight_decay", "betas", "eps")
+# What every optimizer has beside its method's own: how 16-bit parameters are written, what becomes of bad gradients.
+COMMON_PARAMS = ("bf16_update", "nonfinite")
+BF16_UPDATES = ("round", "stochastic", "compensated")
+NONFINITE = ("skip", "raise", "take")
 
 
 def below_one(default: Any, doc: str, *, minimum: float = 0.0) -> Any:
@@ -36,6 +40,18 @@ class OptimizerParams(Params):
 
     lr: float = param(1e-3, "learning rate", minimum=0.0)
     weight_decay: float = param(0.0, "decoupled weight decay of matrices", minimum=0.0)
+    bf16_update: str = param(
+        "stochastic",
+        "how 16-bit parameters are written back: rounded to the nearest, at random so that the mean is exact, or with "
+        "the rounding error kept in 16 more bits",
+        choices=BF16_UPDATES,
+    )
+    nonfinite: str = param(
+        "skip",
+        "what happens to a parameter whose gradient is not finite or too large to be squared: left out of the step and "
+        "counted, an error, or no check at all",
+        choices=NONFINITE,
+    )
 
     def __post_init__(self) -> None:
         hints = self.types()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..configuration.component import param
 from .base import ParamGroup
+from .decompositions import eigh
 from .matrices import matrix_shape
 from .matrix_method import FALLBACK, MatrixMethod, OrthogonalParams, Stack, orthogonal
 from .spec import OptimizerSpec, floats, or_adamw
@@ -68,7 +69,7 @@ class Tuon(MatrixMethod):
         key = f"q {stack.batch.positions[stack.indices[0]]} {m}x{n}"
         q = shared.get(key)
         if q is None or q.shape != (len(blocks), size, size) or (stack.step - 1) % group["refresh_interval"] == 0:
-            q = shared[key] = torch.linalg.eigh(blocks @ blocks.mT).eigenvectors.mT.contiguous()
+            q = shared[key] = eigh(blocks @ blocks.mT).eigenvectors.mT.contiguous()
         return q
 
 

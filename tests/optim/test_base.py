@@ -9,8 +9,9 @@ from torch import nn
 
 import frankenstein_hf as fhf
 from frankenstein_hf.configuration.component import param
-from frankenstein_hf.optim.base import CPU_CHUNK, FrankensteinOptimizer, seeded_generator, zeros
+from frankenstein_hf.optim.base import CPU_CHUNK, FrankensteinOptimizer, zeros
 from frankenstein_hf.optim.create import parameter_groups
+from frankenstein_hf.optim.exact_state import seeded_generator
 from frankenstein_hf.optim.spec import HybridParams, OptimizerSpec, below_one, floats, or_adamw
 
 from .toy import batches, language_model, saved, train
@@ -109,7 +110,7 @@ def test_the_inner_adamw_equals_torch():
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]
     values = dict(lr=0.1, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6)
     optimizer = NoisySigns([{"params": ours, "kind": "vector", "method": "adamw", **values}])
-    reference = torch.optim.AdamW(theirs, foreach=True, **values)
+    reference = torch.optim.AdamW(theirs, fused=True, **values)
     for _ in range(3):
         for p, q in zip(ours, theirs):
             p.grad = torch.randn_like(p)

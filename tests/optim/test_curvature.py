@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import frankenstein_hf as fhf
-from frankenstein_hf.optim.base import seeded_generator
 from frankenstein_hf.optim.curvature import gauss_newton_bartlett, hutchinson
+from frankenstein_hf.optim.exact_state import seeded_generator
 
 from .toy import TWO_GROUPS, batches, check_parity, language_model, optimizer_of, trainer
 

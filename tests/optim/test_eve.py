@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import frankenstein_hf as fhf
-from frankenstein_hf.optim.base import seeded_generator
+from frankenstein_hf.optim.exact_state import seeded_generator
 
 from .toy import batches, language_model, optimizer_of, saved, train, trainer
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import frankenstein_hf as fhf
 from frankenstein_hf.optim._supply import SupplyClosure
-from frankenstein_hf.optim.base import seeded_generator
+from frankenstein_hf.optim.exact_state import seeded_generator
 from frankenstein_hf.optim.spec import OPTIMIZERS
 
 from .toy import TWO_GROUPS, batches, language_model, optimizer_of, train, trainer

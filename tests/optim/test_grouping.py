@@ -1,12 +1,14 @@
 """Who belongs to which group, for every mixer and for modules of other kinds."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
 
 import frankenstein_hf as fhf
 from frankenstein_hf.optim.grouping import classify
-from frankenstein_hf.optim.matrices import as_matrices, by_shape, matrix_shape
+from frankenstein_hf.optim.matrices import LAYOUTS, as_matrices, by_shape, from_matrices, matrix_shape
 
 from ..tiny import ALL_MIXERS, CAUSAL, tiny_model
 
@@ -127,3 +129,66 @@ def test_heads_of_other_models_are_tables():
     assert found["bert.encoder.layer.0.attention.self.query.weight"] == ("attention", "matrix")
     assert found["bert.encoder.layer.0.intermediate.dense.weight"] == ("other", "matrix")
     assert found["bert.embeddings.LayerNorm.weight"] == ("norms", "vector")
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden", "heads"),
+    [
+        ("BertForMaskedLM", ["cls.predictions.transform.dense.weight"], ["cls.predictions.decoder.weight"]),
+        ("BertForPreTraining", ["cls.predictions.transform.dense.weight"], ["cls.seq_relationship.weight"]),
+        ("RobertaForSequenceClassification", ["classifier.dense.weight"], ["classifier.out_proj.weight"]),
+        ("RobertaForMaskedLM", ["lm_head.dense.weight"], ["lm_head.decoder.weight"]),
+    ],
+)
+def test_hidden_layers_of_heads_are_matrices(name, hidden, heads):
+    import transformers
+
+    cls = getattr(transformers, name)
+    config = cls.config_class(
+        vocab_size=11, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=12,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    found = kinds(cls(config))
+    assert [found[key] for key in hidden] == [("other", "matrix")] * len(hidden)
+    assert [found[key] for key in heads] == [("embeddings", "table")] * len(heads)
+
+
+@pytest.mark.parametrize("how", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+def test_a_weight_norm_splits_a_weight_into_one_of_its_kind_and_a_vector(how):
+    with pytest.warns(FutureWarning) if how is nn.utils.weight_norm else contextlib.nullcontext():
+        layers = nn.ModuleDict(
+            {"conv": how(nn.Conv1d(4, 6, 3)), "one": how(nn.Linear(1, 5)), "wide": how(nn.Linear(4, 5))}
+        )
+    found = {info.name: (info.kind, info.layout) for info in classify(layers)}
+    assert sorted(found.values()) == sorted(
+        [("vector", "stack")] * 6 + [("matrix", "stack")] * 2 + [("matrix", "flatten")]
+    )
+    assert all((kind == "matrix") == key.endswith(("original1", "weight_v")) for key, (kind, _) in found.items())
+
+
+def test_a_parametrized_table_stays_one():
+    table = nn.utils.parametrizations.spectral_norm(nn.Embedding(5, 4))
+    assert [info.kind for info in classify(table)] == ["table"]
+
+
+def test_gpt2s_layers_are_transposed():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2))
+    layouts = {info.name: info.layout for info in classify(model) if info.kind == "matrix"}
+    assert set(layouts.values()) == {"transpose"} and len(layouts) == 4
+    assert matrix_shape((3, 4, 6), "transpose") == (3, 6, 4)
+    x = torch.randn(3, 4, 6)
+    for layout in LAYOUTS:
+        assert torch.equal(from_matrices(as_matrices(x, layout), x.shape, layout), x)
+
+
+def test_a_mixer_of_any_class_name_is_one():
+    """Roles inside our stacks come from the mixers' specs, not from what classes are called."""
+    model = tiny_model(["swa"])
+    mixer = model.model.layers[0].mixer
+    mixer.__class__ = type("Blend", (nn.Module,), dict(type(mixer).__dict__))
+    model.model.layers[0].mlp.__class__ = type("MixerLikeName", (nn.Module,), {})
+    found = kinds(model)
+    assert found["model.layers.0.mixer.q_proj.weight"] == ("attention", "matrix")
+    assert found["model.layers.0.mlp.up_proj.weight"] == ("other", "matrix")

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from frankenstein_hf.optim.apollo import projection
-from frankenstein_hf.optim.base import seeded_generator
+from frankenstein_hf.optim.exact_state import seeded_generator
 from frankenstein_hf.optim.quantized import dequantize, quantize, quantized_bytes
 
 from .test_first_order import adamw

@@ -5,8 +5,8 @@ import torch
 from torch import distributed, nn
 
 import frankenstein_hf as fhf
-from frankenstein_hf.optim.base import seeded_generator
 from frankenstein_hf.optim.curvature import gauss_newton_bartlett, hutchinson
+from frankenstein_hf.optim.exact_state import seeded_generator
 from frankenstein_hf.optim.spec import OPTIMIZERS
 
 from .toy import batches, language_model, small, step
