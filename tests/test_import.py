@@ -40,6 +40,13 @@ def test_the_auto_classes_know_the_family_in_either_order(code):
     modules_after(code)
 
 
+@pytest.mark.parametrize(
+    "code", ["import frankenstein_hf as f\nf.FrankensteinForCausalLM", "from frankenstein_hf.modeling import layer"]
+)
+def test_models_and_their_parts_can_be_imported_first(code):
+    modules_after(code)
+
+
 @pytest.mark.parametrize("name", fhf.__all__)
 def test_every_public_name_is_there(name):
     assert getattr(fhf, name) is not None and name in dir(fhf)
