@@ -12,10 +12,11 @@ from types import ModuleType
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds one module as the other finders would, and has `function` called with it once it has run."""
+    """Finds one module as the other finders would, and has functions called with it once it has run."""
 
-    def __init__(self, name: str, function: Callable[[ModuleType], None]) -> None:
-        self.name, self.function = name, function
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.functions: list[Callable[[ModuleType], None]] = []
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -29,7 +30,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                self.function(module)
+                for function in self.functions:
+                    function(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -39,5 +41,10 @@ def after_import(name: str, function: Callable[[ModuleType], None]) -> None:
     """Call `function(module)` now if the module called `name` is loaded, else right after it is."""
     if name in sys.modules:
         function(sys.modules[name])
-    elif not any(isinstance(finder, _AfterImport) and finder.name == name for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport(name, function))
+        return
+    finder = next((other for other in sys.meta_path if isinstance(other, _AfterImport) and other.name == name), None)
+    if finder is None:
+        finder = _AfterImport(name)
+        sys.meta_path.insert(0, finder)
+    if function not in finder.functions:
+        finder.functions.append(function)

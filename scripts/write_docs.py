@@ -12,13 +12,14 @@ import json
 import math
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from frankenstein_hf.configuration.component import MixerSpec, describe_range
 from frankenstein_hf.configuration.registries import MIXERS
 from frankenstein_hf.data.atomic import write_text
-from frankenstein_hf.optim.spec import OPTIMIZERS, OptimizerSpec, optimizer_range
+from frankenstein_hf.optim.spec import COMMON_PARAMS, OPTIMIZERS, OptimizerParams, OptimizerSpec, optimizer_range
 
 ROOT = Path(__file__).resolve().parent.parent
 COSTS = ROOT / "docs" / "optimizer_costs.json"
@@ -133,6 +134,28 @@ def cost_table(costs: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
+def parameter_table(fields: Iterable[dataclasses.Field]) -> str:
+    """Parameters with default, range and meaning."""
+    rows = ["| parameter | default | allowed | meaning |", "|---|---|---|---|"]
+    rows += [
+        f"| `{f.name}` | {f.default!r} | {optimizer_range(f) or type_name(f)} | {f.metadata['doc']} |" for f in fields
+    ]
+    return "\n".join(rows)
+
+
+COMMON = """Every optimizer has these parameters besides its own.
+
+A gradient with infinite entries or NaN, or one too large to be squared (a norm above about 10¹⁶ in fp32), does not
+touch its tensor or the state: that tensor is left out of the step, counted and reported in the log, and
+`optimizer.skipped_updates()` gives the counts by name. The check reads every gradient once more;
+`nonfinite="take"` does without it.
+
+Weights in bf16 or fp16 are updated in fp32 and written back. Rounding to the nearest number (`round`) loses every
+update smaller than half the distance between two numbers, about 0.2 % of a weight in bf16. `stochastic`, the default,
+costs no memory and loses nothing on average; `compensated` keeps the rounding error in two more bytes a weight and
+follows fp32 almost exactly. All three resume bit for bit."""
+
+
 def optimizer_catalogue() -> str:
     """What every optimizer costs, then a section each, with its parameters."""
     costs = json.loads(COSTS.read_text(encoding="utf-8"))
@@ -157,6 +180,8 @@ def optimizer_catalogue() -> str:
         parts.append(f"On the weight matrices alone: {ratios}.")
     shapes = ", ".join(f"{kind} {list(shape)}" for kind, shape in SHAPES.items())
     parts.append(f"Below, state is that of a {shapes}.")
+    common = [f for f in dataclasses.fields(OptimizerParams) if f.name in COMMON_PARAMS]
+    parts += ["## For all of them", COMMON, parameter_table(common)]
     for spec in sorted_optimizers():
         state = ", ".join(f"{kept(spec, kind):.3g} for a {kind}" for kind in SHAPES)
         fallback = ""
@@ -172,12 +197,7 @@ def optimizer_catalogue() -> str:
             f"{spec.summary} {spec.reference}.",
             f"Family {spec.family}; state bytes a number: {state}.{fallback}{closure}{needs}",
         ]
-        rows = ["| parameter | default | allowed | meaning |", "|---|---|---|---|"]
-        rows += [
-            f"| `{f.name}` | {f.default!r} | {optimizer_range(f) or type_name(f)} | {f.metadata['doc']} |"
-            for f in dataclasses.fields(spec.params)
-        ]
-        parts.append("\n".join(rows))
+        parts.append(parameter_table(f for f in dataclasses.fields(spec.params) if f.name not in COMMON_PARAMS))
     return "\n\n".join(parts) + "\n"
 
 

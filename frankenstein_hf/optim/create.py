@@ -1,6 +1,6 @@
 """Optimizers by name: looking them up, building them for a model, handing them to transformers' `Trainer`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from .spec import (
 
 Groups = Mapping[str, Mapping[str, Any]]
 Stabilizers = str | Iterable[str] | Mapping[str, Mapping[str, Any]]
+HandedOver = Iterable[Mapping[str, Any]]  # parameter groups as torch takes them
 
 
 def list_optimizers(family: str | None = None) -> list[str]:
@@ -84,11 +85,21 @@ def create_optimizer(
     """
     spec = OPTIMIZERS.get(name)
     settings = spec.params.from_dict(params, name)
+    return _build(model, spec, settings, stabilizers, parameter_groups(model, spec, settings, groups))
+
+
+def _build(
+    model: nn.Module,
+    spec: OptimizerSpec,
+    settings: OptimizerParams,
+    stabilizers: Stabilizers | None,
+    param_groups: list[dict[str, Any]],
+) -> Any:
+    """The optimizer of these groups, with its stabilizers."""
     chosen = [
         load(STABILIZERS.get(stabilizer).implementation)(model, wanted)
         for stabilizer, wanted in _check_stabilizers(spec, settings, stabilizers).items()
     ]
-    param_groups = parameter_groups(model, spec, settings, groups)
     for stabilizer in chosen:
         param_groups = stabilizer.regroup(param_groups)
     optimizer = load(spec.implementation)(param_groups, **settings.as_dict())
@@ -118,11 +129,20 @@ def _check_stabilizers(
 
 
 def parameter_groups(
-    model: nn.Module, spec: OptimizerSpec, settings: OptimizerParams, groups: Groups | None = None
+    model: nn.Module,
+    spec: OptimizerSpec,
+    settings: OptimizerParams,
+    groups: Groups | None = None,
+    infos: list[ParameterInfo] | None = None,
 ) -> list[dict[str, Any]]:
-    """torch's parameter groups for `spec`, with names, roles and the hyperparameters of each."""
+    """torch's parameter groups for `spec`, with names, roles and the hyperparameters of each.
+
+    Args:
+        model, spec, settings, groups: See `create_optimizer`.
+        infos: What is trained, if not every parameter of the model.
+    """
     overrides = _check_groups(spec, settings, groups)
-    infos = classify(model)
+    infos = classify(model) if infos is None else infos
     if not infos:
         raise ValueError(f"The model has no trainable parameter for {spec.name!r}.")
     result = []
@@ -207,9 +227,56 @@ def describe_groups(
 class OptimizerFactory:
     """First item of `optimizer_cls_and_kwargs`: `Trainer` calls `OptimizerFactory()(model, **kwargs)`."""
 
-    def __call__(self, model: nn.Module, *, name: str, **kwargs: Any) -> torch.optim.Optimizer:
-        """`create_optimizer(model, name, **kwargs)`."""
-        return create_optimizer(model, name, **kwargs)
+    def __call__(
+        self,
+        model: nn.Module,
+        /,
+        *,
+        name: str,
+        groups: Groups | None = None,
+        stabilizers: Stabilizers | None = None,
+        root: nn.Module | None = None,
+        params: HandedOver | None = None,
+        optimizer_dict: HandedOver | None = None,
+        **values: Any,
+    ) -> torch.optim.Optimizer:
+        """`create_optimizer(model, name, groups=…, stabilizers=…, **values)`.
+
+        Args:
+            model: What the Trainer trains.
+            name, groups, stabilizers, values: As for `create_optimizer`.
+            root: What has `model` and more, as a loss with weights of its own.
+            params, optimizer_dict: The parameter groups of a subclass of Trainer that chooses them itself. Only these
+                parameters are trained; a learning rate of such a group counts, its other settings follow the roles.
+
+        Raises:
+            ValueError: As `create_optimizer`; a parameter handed over belongs to no module that is known.
+        """
+        spec = OPTIMIZERS.get(name)
+        settings = spec.params.from_dict(values, name)
+        root = model if root is None else root
+        outside = root is not model and any(module is model for module in root.modules())
+        infos = classify(root, model if outside else None)
+        handed = params if params is not None else optimizer_dict
+        if handed is None:
+            return _build(model, spec, settings, stabilizers, parameter_groups(root, spec, settings, groups, infos))
+        rates = {id(p): group.get("lr") for group in handed for p in group["params"]}
+        if unknown := len(rates.keys() - {info.parameter_id for info in infos}):
+            raise ValueError(
+                f"{name!r} treats parameters by the module they belong to, but {unknown} of those that the Trainer "
+                "hands over belong to no module it knows of. Make them part of the model, or of the loss module."
+            )
+        infos = [info for info in infos if info.parameter_id in rates]
+        param_groups = parameter_groups(root, spec, settings, groups, infos)
+        return _build(model, spec, settings, stabilizers, list(_with_rates(param_groups, rates)))
+
+
+def _with_rates(param_groups: list[dict[str, Any]], rates: Mapping[int, float | None]) -> Iterator[dict[str, Any]]:
+    """The groups, parted where parameters (by id) have learning rates of their own."""
+    for group in param_groups:
+        for rate in dict.fromkeys(rates[id(p)] for _, p in group["params"]):
+            chosen = [(name, p) for name, p in group["params"] if rates[id(p)] == rate]
+            yield {**group, "params": chosen} | ({} if rate is None else {"lr": rate})
 
 
 def trainer_optimizer(
@@ -218,8 +285,12 @@ def trainer_optimizer(
     """The `optimizer_cls_and_kwargs` of transformers' `Trainer`.
 
     `Trainer(model, args, optimizer_cls_and_kwargs=fhf.trainer_optimizer("lion", lr=3e-4), …)`. The hyperparameters are
-    those given here; `TrainingArguments`' learning rate, betas and weight decay play no part. Add
-    `callbacks=fhf.trainer_callbacks(name)` where `optimizer_spec(name).needs` is "callback".
+    those given here; `TrainingArguments`' learning rate, betas and weight decay play no part, except those that
+    `Trainer.hyperparameter_search` is searching. Add `callbacks=fhf.trainer_callbacks(name)` where
+    `optimizer_spec(name).needs` is "callback".
+
+    Subclasses of Trainer that hand parameter groups to their optimizer, as those of sentence-transformers do with the
+    weights of the loss, have these trained.
 
     Args:
         name, groups, stabilizers, params: As for `create_optimizer`.

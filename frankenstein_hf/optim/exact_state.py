@@ -31,8 +31,19 @@ class ExactState(torch.optim.Optimizer):
     takes_sparse: ClassVar[bool] = False
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """torch's, without complex parameters."""
-        super().add_param_group(param_group)
+        """torch's, without complex parameters; a group added later needs no names, though the others have some."""
+        params = param_group["params"]
+        params = [params] if isinstance(params, Tensor) else params if isinstance(params, set) else list(params)
+        if (
+            isinstance(params, list)
+            and self.param_groups
+            and "param_names" in self.param_groups[0]
+            and params
+            and isinstance(params[0], Tensor)
+        ):
+            number = len(self.param_groups)
+            params = [(f"group {number}, parameter {i}", p) for i, p in enumerate(params)]
+        super().add_param_group({**param_group, "params": params})
         group = self.param_groups[-1]
         for p, name in zip(group["params"], parameter_names(group)):
             if p.is_complex():

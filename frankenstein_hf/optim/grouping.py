@@ -59,6 +59,11 @@ class ParameterInfo:
     kind: str
     layout: str
 
+    @property
+    def parameter_id(self) -> int:
+        """What tells parameters apart."""
+        return id(self.parameter)
+
 
 def _is_a(module: nn.Module, pattern: re.Pattern) -> bool:
     """Whether a class of the module is called so; by name, because a Hub bundle has classes of its own."""

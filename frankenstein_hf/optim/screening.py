@@ -26,8 +26,10 @@ def usable(gradients: Sequence[Tensor]) -> list[bool]:
     result = [True] * len(gradients)
     for (_, dtype), indices in alike.items():
         values = [gradients[i]._values() if gradients[i].is_sparse else gradients[i] for i in indices]
-        norms = torch._foreach_norm(values, 2, torch.float32 if dtype in DTYPES else None)
-        norms = [n.full_tensor() if hasattr(n, "full_tensor") else n for n in norms]  # sharded: all processes agree
+        norms = [
+            norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # sharded: all processes agree
+            for norm in torch._foreach_norm(values, 2, torch.float32 if dtype in DTYPES else None)
+        ]
         for i, norm in zip(indices, torch.stack(norms).tolist()):
             result[i] = norm <= largest_norm(dtype)  # False for NaN
     return result
