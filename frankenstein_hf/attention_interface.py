@@ -84,3 +84,6 @@ def register_attention_implementations() -> None:
             forward = FORWARD.get(spec.name, sdpa_attention_forward)
             AttentionInterface.register(f"frankenstein_{spec.name}", forward)
             AttentionMaskInterface.register(f"frankenstein_{spec.name}", partial(mixer_mask, spec))
+
+
+register_attention_implementations()

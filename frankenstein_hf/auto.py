@@ -50,9 +50,7 @@ def _install_toolkit(hub_bundle: ModuleType) -> None:
 
 
 def _register_attention(modeling_utils: ModuleType) -> None:
-    from .attention_interface import register_attention_implementations
-
-    register_attention_implementations()
+    import_module(".attention_interface", __package__)  # registers them at its end, also if it is being imported now
 
 
 def _connect_optimizers(training_args: ModuleType) -> None:

@@ -59,3 +59,12 @@ def test_the_names_are_written_down_once_for_readers_and_type_checkers_alike():
     assert {*fhf._HOME, "__version__"} == set(fhf.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         getattr(fhf, "nothing")  # noqa: B009
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["modeling.layer", "modeling.ops.numerics", "modeling.modeling_frankenstein_heads", "attention_interface", "ops"],
+)
+def test_any_module_can_be_imported_first(module):
+    code = f"import frankenstein_hf.{module}\nfrom transformers import AutoModel\nimport frankenstein_hf as f"
+    modules_after(f"{code}\nassert f.FrankensteinConfig in AutoModel._model_mapping.keys()")

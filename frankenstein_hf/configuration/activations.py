@@ -94,7 +94,9 @@ class PReLUParams(Params):
 class FormParams(Params):
     """Parameters of activations with a second published form."""
 
-    form: str = param("original", "The method's own formula, or the variant of a later toolkit.", choices=("original", "seed"))
+    form: str = param(
+        "original", "The method's own formula, or the variant of a later toolkit.", choices=("original", "seed")
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +122,9 @@ RAF_TARGETS = (
 class RAFParams(Params):
     """Parameters of `raf`."""
 
-    degrees: list[int] | tuple[int, ...] = param((5, 4), "Degree of the numerator, and of the denominator.", minimum=1)
+    degrees: list[int] | tuple[int, ...] = param(  # noqa: RUF009
+        (5, 4), "Degree of the numerator, and of the denominator.", minimum=1
+    )
     version: str = param(
         "A",
         "Denominator: A 1 + Σ|bₖxᵏ|, B 1 + |Σbₖxᵏ|, C 0.1 + |Σbₖxᵏ| with k from 0, D as B with noise in training, "
@@ -182,7 +186,7 @@ _TABLE: dict[str, tuple[str, type[Params], str, str]] = {
     "raf": ("RationalActivation", RAFParams, "A learned ratio of polynomials, P(x)/Q(x).", "arXiv 1907.06732"),
 }
 LEARNED = frozenset(
-    "prelu pelu mpelu felu eelu pdelu preu softexp swish_trainable raf".split()
+    ["prelu", "pelu", "mpelu", "felu", "eelu", "pdelu", "preu", "softexp", "swish_trainable", "raf"]
 )  # they have weights, one per channel
 
 

@@ -264,11 +264,11 @@ class Registry(Generic[P]):
         if self._load().setdefault(spec.name, spec) != spec:
             raise ValueError(f"A {self.kind} named {spec.name!r} is registered already; choose another name.")
 
-    def get(self, name: str) -> P:
-        """The spec called `name`. Raises ValueError with the nearest valid name."""
+    def get(self, name: str, others: Iterable[str] = ()) -> P:
+        """The spec called `name`. Raises ValueError with the nearest valid name, of `others` that would do included."""
         specs = self._load()
         if name not in specs:
-            raise ValueError(f"Unknown {self.kind} {name!r}" + did_you_mean(name, specs))
+            raise ValueError(f"Unknown {self.kind} {name!r}" + did_you_mean(name, {*specs, *others}))
         return specs[name]
 
     def names(self, family: str | None = None) -> list[str]:

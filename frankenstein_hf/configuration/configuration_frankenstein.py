@@ -8,12 +8,13 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig
-from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 from transformers.utils import logging
 
+from .activations import GATED_FORMS
 from .component import Chosen, ComponentSpec, MixerSpec, Params, Round, did_you_mean
+from .norms import NORM_PLACEMENTS
 from .registries import KINDS, MIXERS
 
 logger = logging.get_logger(__name__)
@@ -101,11 +102,15 @@ class FrankensteinConfig(PreTrainedConfig):
         head_dim: Width of a head; `hidden_size / num_attention_heads` by default.
         intermediate_size: Width of the feed-forward block; by default 4·D (plain) or 8/3·D rounded up to a multiple
             of 32 (gated).
-        hidden_act: Activation of the feed-forward block, a name from transformers' `ACT2FN`.
+        hidden_act: Activation of the feed-forward block, a name of ours or from transformers' `ACT2FN`. "swiglu",
+            "geglu", "reglu" and "maxout" choose the block's form too.
+        activation_dropout: Dropout inside the feed-forward block, in [0, 1).
         feed_forward: "gated" or "plain".
-        norm: "rms_norm" or "layer_norm".
+        norm: Which norm every layer and the end of the stack have, such as "rms_norm" or "layer_norm".
+        norm_placement: Where a layer has its norms: before mixer and feed-forward block ("pre"), behind them and
+            before the sum ("post"), or both ("sandwich").
         residual: How layers are joined in depth: "standard" (x + F(norm(x))) or "none" (F(norm(x))).
-        feed_forward_params, norm_params, residual_params: Parameters of the component that the field names.
+        activation_params, feed_forward_params, norm_params, residual_params: Parameters of what the field names.
         num_loops: How often the middle layers are run through, one after the other as a stack, with the same weights.
         loop_begin_layers, loop_end_layers: Layers before and behind them, which are run through once.
         max_position_embeddings: Longest sequence the model is meant for.
@@ -140,10 +145,13 @@ class FrankensteinConfig(PreTrainedConfig):
     head_dim: int | None = None
     intermediate_size: int | None = None
     hidden_act: str = "silu"
+    activation_params: dict[str, Any] | None = None
+    activation_dropout: float | int = 0.0
     feed_forward: str = "gated"
     feed_forward_params: dict[str, Any] | None = None
     norm: str = "rms_norm"
     norm_params: dict[str, Any] | None = None
+    norm_placement: str = "pre"
     residual: str = "standard"
     residual_params: dict[str, Any] | None = None
     num_loops: int = 1
@@ -176,6 +184,7 @@ class FrankensteinConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         self._reject_unknown_keys(kwargs)
         kwargs.pop("layer_types", None)  # derived from the pattern
+        self._expand_forms()
         self._check_ranges()
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
@@ -203,6 +212,18 @@ class FrankensteinConfig(PreTrainedConfig):
         self._check_pattern()
         super().__post_init__(**kwargs)
         self._check_layers()
+
+    def _expand_forms(self) -> None:
+        """`hidden_act` may name a whole form of the feed-forward block."""
+        if self.hidden_act in GATED_FORMS:
+            if self.feed_forward != "gated":
+                raise ValueError(
+                    f"hidden_act={self.hidden_act!r} is a gated feed-forward block, but feed_forward="
+                    f"{self.feed_forward!r}; leave that out, or choose hidden_act={GATED_FORMS[self.hidden_act]!r}."
+                )
+            self.hidden_act = GATED_FORMS[self.hidden_act]
+        elif self.hidden_act == "maxout":
+            self.hidden_act, self.feed_forward = "identity", "maxout"
 
     def check(self) -> None:
         """Check everything again, after attributes were set. Raises ValueError as the constructor does."""
@@ -249,7 +270,7 @@ class FrankensteinConfig(PreTrainedConfig):
                 values = [getattr(self, key)]
             if any(value is not None and value < 1 for value in values):
                 raise ValueError(f"{key}={values[0] if len(values) == 1 else values} must be at least 1.")
-        for key in ("attention_dropout", "hidden_dropout", "classifier_dropout"):
+        for key in ("attention_dropout", "hidden_dropout", "activation_dropout", "classifier_dropout"):
             if not 0 <= getattr(self, key) < 1:
                 raise ValueError(f"{key}={getattr(self, key)} must be in [0, 1).")
         for key in ("initializer_range", "rms_norm_eps"):
@@ -258,6 +279,10 @@ class FrankensteinConfig(PreTrainedConfig):
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
             raise ValueError(f"pad_token_id={self.pad_token_id} must be below vocab_size={self.vocab_size}.")
         self._components()
+        if self.norm_placement not in NORM_PLACEMENTS:
+            raise ValueError(
+                f"Unknown norm_placement {self.norm_placement!r}" + did_you_mean(self.norm_placement, NORM_PLACEMENTS)
+            )
         if self.num_loops < 1 or self.loop_begin_layers < 0 or self.loop_end_layers < 0:
             raise ValueError(
                 f"num_loops={self.num_loops} must be at least 1, loop_begin_layers={self.loop_begin_layers} and "
@@ -268,10 +293,6 @@ class FrankensteinConfig(PreTrainedConfig):
                 f"loop_begin_layers={self.loop_begin_layers} and loop_end_layers={self.loop_end_layers} leave none of "
                 f"num_hidden_layers={self.num_hidden_layers} to repeat num_loops={self.num_loops} times."
             )
-        layers = self.per_layer_config if self.is_heterogeneous else [self]
-        for name in {layer.hidden_act for layer in layers}:
-            if name not in ACT2FN:
-                raise ValueError(f"Unknown hidden_act {name!r}" + did_you_mean(name, ACT2FN))
         problems = ("regression", "single_label_classification", "multi_label_classification")
         if self.problem_type not in (None, *problems):
             raise ValueError(f"Unknown problem_type {self.problem_type!r}" + did_you_mean(self.problem_type, problems))
@@ -365,7 +386,7 @@ class FrankensteinConfig(PreTrainedConfig):
         """The chosen component of a `kind` ("mixer", "norm", "feed_forward", "residual" …) and its parameters.
 
         Args:
-            kind: "mixer" or a key of `KINDS`.
+            kind: "mixer" or a key of `KINDS`. What has no spec, an activation of transformers', gives (None, name).
             layer_idx: The layer, for kinds that may differ from layer to layer.
 
         Raises:
@@ -377,7 +398,12 @@ class FrankensteinConfig(PreTrainedConfig):
         how = KINDS[kind]
         own = how.per_layer and layer_idx is not None and self.is_heterogeneous
         config: Any = self.per_layer_config[layer_idx] if own else self  # type: ignore[index]
-        spec, values = how.registry.get(getattr(config, how.field)), getattr(config, how.params_field) or {}
+        name, values = getattr(config, how.field), getattr(config, how.params_field) or {}
+        if name in how.fallback and name not in how.registry:
+            if values:
+                raise ValueError(f"{how.params_field}={values}: {how.field}={name!r} has no parameters.")
+            return Chosen(None, name)
+        spec = how.registry.get(name, how.fallback)
         params = spec.params.from_dict(values, spec.name)
         try:
             return Chosen(spec, params.resolve(config, frozenset(values)))
@@ -390,7 +416,8 @@ class FrankensteinConfig(PreTrainedConfig):
         named = [*self.mixer_names, *(written.get("mixer_params") or {})]
         for overrides in (written.get("per_layer_config") or {}).values():
             named += overrides.get("mixer_params") or {}
-        others = {(chosen.spec.kind, chosen.spec.name): chosen.spec for chosen in self._components()}
+        specs = [chosen.spec for chosen in self._components() if chosen.spec is not None]
+        others = {(spec.kind, spec.name): spec for spec in specs}
         return [*(MIXERS.get(name) for name in sorted(set(named))), *others.values()]
 
     def _components(self) -> list[Chosen]:

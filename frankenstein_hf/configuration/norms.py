@@ -9,7 +9,9 @@ from .component import ComponentSpec, Params, param
 class PartialRMSNormParams(Params):
     """Parameters of `prms_norm`."""
 
-    partial_ratio: float = param(0.0625, "Share of the channels whose root mean square scales all.", minimum=0.0, maximum=1.0)
+    partial_ratio: float = param(
+        0.0625, "Share of the channels whose root mean square scales all.", minimum=0.0, maximum=1.0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

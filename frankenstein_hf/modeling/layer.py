@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..configuration.norms import NORM_PLACEMENTS
 from .context import SequenceContext
 from .extras import LayerExtras
 from .implementations import component_class
@@ -19,12 +20,15 @@ class FrankensteinLayer(GradientCheckpointingLayer):
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
         connection = component_class(config, "residual").connection
+        before, behind = NORM_PLACEMENTS[config.norm_placement]
         self.mixer_connection = connection(config, layer_idx, "mixer")
-        self.input_layernorm = make_norm(config)
+        self.input_layernorm = make_norm(config) if before else nn.Identity()
         self.mixer = component_class(config, "mixer", layer_idx)(config, layer_idx)
+        self.mixer_output_layernorm = make_norm(config) if behind else nn.Identity()
         self.mlp_connection = connection(config, layer_idx, "mlp")
-        self.post_mixer_layernorm = make_norm(config)
+        self.post_mixer_layernorm = make_norm(config) if before else nn.Identity()
         self.mlp = component_class(config, "feed_forward", layer_idx)(config, layer_idx)
+        self.mlp_output_layernorm = make_norm(config) if behind else nn.Identity()
         self.dropout = nn.Dropout(config.hidden_dropout)
         self.mixer.join(self)
 
@@ -43,8 +47,10 @@ class FrankensteinLayer(GradientCheckpointingLayer):
         given = {name: x for name, x in (carried or {}).items() if name in self.mixer.takes}
         x, carry = self.mixer_connection.read(stream, loop)
         change, mixed = self.mixer(self.mixer.input_norm(x), context, cache, **given)
-        stream = self.mixer_connection.write(stream, carry, self.dropout(change), loop)
+        change = self.dropout(self.mixer_output_layernorm(change))
+        stream = self.mixer_connection.write(stream, carry, change, loop)
         x, carry = self.mlp_connection.read(stream, loop)
         change, fed = self.mlp(self.post_mixer_layernorm(x), context)
-        stream = self.mlp_connection.write(stream, carry, self.dropout(change), loop)
+        change = self.dropout(self.mlp_output_layernorm(change))
+        stream = self.mlp_connection.write(stream, carry, change, loop)
         return stream, LayerExtras.merged([mixed, fed])

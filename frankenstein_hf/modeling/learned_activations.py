@@ -1,5 +1,6 @@
 """Activation functions with weights, one per channel; [..., F] -> [..., F], computed in at least fp32."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,9 +40,7 @@ class LearnedActivation(nn.Module):
         for name, value in self.weights.items():
             init.constant_(getattr(self, name), value)
 
-    def function(self, x: Tensor, **weights: Tensor) -> Tensor:
-        """[..., F] in at least fp32, as are the weights [F]."""
-        raise NotImplementedError
+    function: Callable[..., Tensor]  # (x [..., F] in at least fp32, the weights [F] by name) -> [..., F]
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., F] -> [..., F] in the dtype of `x`."""

@@ -56,7 +56,7 @@ def _leading(hidden_size: int, ratio: float) -> int:
     count = math.ceil(ratio * hidden_size)
     if count < min(4, hidden_size):
         logger.warning_once(
-            f"partial_ratio={ratio} of {hidden_size} channels leaves {count} for the root mean square, a noisy estimate."
+            f"partial_ratio={ratio} of {hidden_size} channels leaves {count} for the root mean square: a noisy one."
         )
     return count
 
@@ -128,9 +128,7 @@ class DynamicTanh(nn.Module):
 class Derf(DynamicTanh):
     """weight · erf(alpha · x + shift) + bias (arXiv 2512.10938)."""
 
-    def __init__(
-        self, hidden_size: int, eps: float = 1e-6, alpha_init: float = 0.5, shift_init: float = 0.0
-    ) -> None:
+    def __init__(self, hidden_size: int, eps: float = 1e-6, alpha_init: float = 0.5, shift_init: float = 0.0) -> None:
         super().__init__(hidden_size, eps, alpha_init)
         self.shift_init = shift_init
         self.shift = nn.Parameter(torch.empty(1))

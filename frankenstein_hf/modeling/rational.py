@@ -1,4 +1,4 @@
-"""`raf`: a learned ratio of polynomials as an activation, fitted to a known function at the start (arXiv 1907.06732)."""
+"""`raf`: a learned ratio of polynomials as an activation, fitted to a known function at first (arXiv 1907.06732)."""
 
 import functools
 from collections.abc import Callable, Sequence
