@@ -349,6 +349,71 @@ def test_reading_what_is_cached_equals_attending_to_whole_heads(name, params):
     assert_near(decoded(model, x, 9), expected, rtol=1e-9, atol=1e-11)
 
 
+# mtla -----------------------------------------------------------------------------------------------------------------
+
+
+def temporal_attention(x, w, p, is_causal):
+    """Token by token: what a slot holds of its own tokens up to then, or in an encoder of all of them."""
+    c = x @ w["kv_down_proj.weight"].T
+    u = c / (1 + np.exp(-(c @ w["merge_proj.weight"].T + w["merge_proj.bias"])))
+    q, T = heads_of(x @ w["q_proj.weight"].T, H), len(x)
+    out = np.zeros((T, H * W))
+    for t in range(T):
+        last = t if is_causal else T - 1
+        starts = np.arange(0, last + 1, p.stride)
+        slots = np.stack([u[j : min(j + p.merge_factor, last + 1)].sum(0) for j in starts])
+        k, v = (heads_of(slots @ w[f"{name}_up_proj.weight"].T, H) for name in "kv")
+        for h in range(H):
+            scores = rotate_at(q[h][t : t + 1], [t]) @ rotate_at(k[h], starts).T / np.sqrt(W)
+            p_t = np.exp(scores - scores.max())
+            out[t, h * W : (h + 1) * W] = (p_t / p_t.sum() @ v[h])[0]
+    return out @ w["o_proj.weight"].T
+
+
+def rotate_at(x: np.ndarray, positions) -> np.ndarray:
+    padded = np.zeros((max(positions) + 1, x.shape[1]))
+    padded[list(positions)] = x
+    return rotate(padded)[list(positions)]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(("m", "s"), [(1, 1), (2, 2), (3, 3), (4, 2), (5, 2), (3, 1)])
+def test_mtla_reads_every_slot_as_far_as_it_has_come(m, s, is_causal):
+    check(make_mixer("mtla", {"latent_rank": 6, "merge_factor": m, "stride": s}), temporal_attention, is_causal)
+
+
+def test_mtla_with_slots_of_one_token_is_latent_attention_with_gated_latents():
+    mtla = make_mixer("mtla", {"merge_factor": 1})
+    mla = make_mixer("mla", {"rope_head_dim": 0, "latent_norm": "none"})
+    torch.nn.init.constant_(mtla.merge_proj.bias, 40.0)  # an open gate
+    w = mtla.state_dict()
+    up = torch.cat([w[f"{name}_up_proj.weight"].view(H, W, -1) for name in "kv"], dim=1).flatten(0, 1)
+    mla.load_state_dict(
+        {
+            "q_proj.weight": w["q_proj.weight"],
+            "kv_a_proj_with_mqa.weight": w["kv_down_proj.weight"],
+            "kv_b_proj.weight": up,
+            "o_proj.weight": w["o_proj.weight"],
+        }
+    )
+    x = torch.randn(2, T, D, dtype=torch.float64)
+    assert_near(run(mtla, x), run(mla, x), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(("m", "s"), [(2, 2), (3, 3), (4, 2)])
+def test_mtla_decodes_what_it_trains_on_slot_borders_included(m, s):
+    params = {"mtla": {"latent_rank": 6, "merge_factor": m, "stride": s}}
+    model, x = tiny_model(["mtla", "mtla"], mixer_params=params).double(), tokens(2, 23)
+    with torch.no_grad():
+        expected = model(x, use_cache=False).logits
+        for prefill in (1, 7, 8):
+            assert_near(decoded(model, x, prefill), expected, rtol=1e-9, atol=1e-11)
+        cache = DynamicCache(config=model.config)  # calls of many tokens on top of a past
+        parts = [model(x[:, i : i + 6], cache=cache).logits for i in range(0, 23, 6)]
+        assert_near(torch.cat(parts, dim=1), expected, rtol=1e-9, atol=1e-11)
+        assert cache.layers[0].tail.states["slots"].shape[1] == -(-23 // s)
+
+
 # what the cache holds -------------------------------------------------------------------------------------------------
 
 # floats a token at H = 4, W = 6, D = 20, by the catalogue's formulas
@@ -371,6 +436,9 @@ CACHED = {
     ("kpa", ()): (2 + 2) * (2 * 3 + 2 * 2),  # h1, h2, d1, d2 = 2, 2, 3, 2
     ("kpa", (("h1", 1), ("d1", 1), ("key_rank", 1))): (1 + 2) * (1 * 1 + 4 * 6),
     ("tpa", ()): (2 + 2) * (4 + 6),
+    ("mtla", ()): 10 / 2,
+    ("mtla", (("latent_rank", 8), ("merge_factor", 4))): 8 / 4,
+    ("mtla", (("latent_rank", 8), ("merge_factor", 4), ("stride", 3))): 8 / 3,
 }
 
 
@@ -397,6 +465,7 @@ WRONG = [
     ("gqla", {"decode_path": "mqa_absorb", "rope_head_dim": 0}, "needs rope_head_dim > 0"),
     ("mlra", {"num_latent_heads": 3}, "num_latent_heads=3 must divide num_attention_heads=4"),
     ("mlra", {"latent_rank": 6}, "latent_rank=6 must be divisible by num_latent_heads=4"),
+    ("mtla", {"stride": 3}, "stride=3 must not exceed merge_factor=2"),
     ("gta", {"num_shared_groups": 3}, "num_shared_groups=3 must divide num_attention_heads=4"),
     ("kpa", {"h1": 3}, "h1=3 times h2=1 must be num_attention_heads=4"),
     ("kpa", {"d1": 4}, "d1=4 times d2=1 must be head_dim=6"),
