@@ -6,6 +6,8 @@ import torch
 from transformers import DynamicCache
 from transformers.models.deepseek_v3 import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+from transformers.models.zaya import ZayaConfig
+from transformers.models.zaya.modeling_zaya import ZayaAttention
 
 from frankenstein_hf.configuration.registries import MIXERS
 from frankenstein_hf.modeling.cache import cache_num_bytes
@@ -414,6 +416,113 @@ def test_mtla_decodes_what_it_trains_on_slot_borders_included(m, s):
         assert cache.layers[0].tail.states["slots"].shape[1] == -(-23 // s)
 
 
+# cca, ccgqa -----------------------------------------------------------------------------------------------------------
+
+
+def compressed_convolutional_attention(x, w, p, is_causal, heads=H):
+    """The steps of arXiv 2510.04476, tap by tap."""
+    G, width = w["log_temperature"].shape[0], w["q_proj.weight"].shape[0] // heads
+    q, k = x @ w["q_proj.weight"].T, x @ w["k_proj.weight"].T
+    convolved = np.concatenate([q, k], axis=1)
+    looked_back = np.concatenate([np.zeros((p.reach, convolved.shape[1])), convolved])
+    if p.num_conv_layers > 0:
+        taps = w["conv_seq_weight"]
+        n = taps.shape[1]
+        looked_back = sum(looked_back[i : len(looked_back) - n + 1 + i] * taps[:, i] for i in range(n))
+        looked_back = looked_back + w["conv_seq_bias"]
+    if p.num_conv_layers > 1:
+        n, columns = p.conv_kernel_ch, []
+        for h in range(heads + G):
+            part, matrix = looked_back[:, h * width : (h + 1) * width], w["conv_ch_weight"][h]
+            columns.append(sum(part[i : len(part) - n + 1 + i] @ matrix[i * width : (i + 1) * width] for i in range(n)))
+        looked_back = np.concatenate(columns, axis=1) + w["conv_ch_bias"]
+    new_q, new_k = heads_of(looked_back[:, : heads * width], heads), heads_of(looked_back[:, heads * width :], G)
+    q, k = heads_of(q, heads), heads_of(k, G)
+    members = [[h for h in range(heads) if h * G // heads == g] for g in range(G)]
+    if p.qk_mean:
+        mean_q = [(q[h] + k[h * G // heads]) / 2 for h in range(heads)]
+        new_q = [a + b for a, b in zip(new_q, mean_q)]
+        new_k = [new_k[g] + np.mean([mean_q[h] for h in members[g]], axis=0) for g in range(G)]
+    v = heads_of(x @ w["v_proj.weight"].T, G)
+    if p.value_shift:
+        delayed = np.concatenate([np.zeros((1, len(w["v_shift_proj.weight"]))), (x @ w["v_shift_proj.weight"].T)[:-1]])
+        v = [np.concatenate(pair, axis=1) for pair in zip(v, heads_of(delayed, G))]
+    out = []
+    for h in range(heads):
+        g = h * G // heads
+        unit_q, unit_k = (y * np.sqrt(width) / np.linalg.norm(y, axis=1, keepdims=True) for y in (new_q[h], new_k[g]))
+        scores = rotate(unit_q) @ rotate(unit_k * np.exp(w["log_temperature"][g])).T / np.sqrt(width)
+        out.append(softmax_attention(scores, v[g], is_causal))
+    return np.concatenate(out, axis=1) @ w["o_proj.weight"].T
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"num_conv_layers": 1, "value_shift": False}, {"num_conv_layers": 0, "qk_mean": False},
+     {"latent_rank": 12, "conv_kernel_seq": 2, "conv_kernel_ch": 1}],
+    ids=str,
+)  # fmt: skip
+def test_cca_attends_inside_the_latent_with_convolved_queries_and_keys(params, is_causal):
+    mixer = make_mixer("cca", {"latent_rank": 8} | params)
+    torch.nn.init.normal_(mixer.log_temperature, std=0.3)
+    check(mixer, compressed_convolutional_attention, is_causal)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_ccgqa_shares_keys_and_values_in_groups(kv_heads):
+    params = {"query_latent_rank": 16, "kv_latent_rank": 4 * kv_heads}
+    mixer = make_mixer("ccgqa", params, num_attention_heads=4, num_key_value_heads=4, head_dim=5)
+    assert mixer.groups == kv_heads  # heads · kv_latent_rank / query_latent_rank
+    check(mixer, lambda *args: compressed_convolutional_attention(*args, heads=4))
+
+
+def test_ccgqa_with_as_many_key_heads_as_query_heads_is_cca():
+    cca = make_mixer("cca", {"latent_rank": 8})
+    ccgqa = make_mixer("ccgqa", {"query_latent_rank": 8, "kv_latent_rank": 8})
+    ccgqa.load_state_dict(cca.state_dict())
+    x = torch.randn(2, T, D, dtype=torch.float64)
+    assert torch.equal(run(ccgqa, x), run(cca, x))
+
+
+def test_ccgqa_is_transformers_zaya_attention():
+    ours = make_mixer("ccgqa", {"query_latent_rank": 8, "kv_latent_rank": 4})
+    torch.nn.init.normal_(ours.log_temperature, std=0.3)
+    config = ZayaConfig(
+        hidden_size=D, num_attention_heads=2, num_key_value_heads=1, head_dim=4, attention_bias=False,
+        cca_time0=4, cca_time1=3, num_hidden_layers=1, sliding_window=None,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    theirs, w = ZayaAttention(config, 0).double().eval(), ours.state_dict()
+    matrices = w["conv_ch_weight"].unflatten(1, (3, 4))  # [head, tap, in, out]
+    theirs.load_state_dict(
+        {
+            "o_proj.weight": w["o_proj.weight"],
+            "qkv_proj.q_proj.weight": w["q_proj.weight"],
+            "qkv_proj.k_proj.weight": w["k_proj.weight"],
+            "qkv_proj.v_proj_current.weight": w["v_proj.weight"],
+            "qkv_proj.v_proj_delayed.weight": w["v_shift_proj.weight"],
+            "qkv_proj.conv_qk_depthwise.weight": w["conv_seq_weight"][:, None],
+            "qkv_proj.conv_qk_depthwise.bias": w["conv_seq_bias"],
+            "qkv_proj.conv_qk_grouped.weight": matrices.permute(0, 3, 2, 1).flatten(0, 1),
+            "qkv_proj.conv_qk_grouped.bias": w["conv_ch_bias"],
+            "qk_norm.temp": w["log_temperature"].exp(),
+        }
+    )
+    x = torch.randn(2, T, D, dtype=torch.float64)
+    angle = torch.arange(T)[:, None] * 10000.0 ** (-torch.arange(2) / 2)
+    angle = torch.cat([angle, angle], dim=-1)[None]
+    mask = torch.full((T, T), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+    expected = theirs(x, {"causal": mask}, None, (angle.cos().double(), angle.sin().double()))[0]
+    assert_near(run(ours, x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_wider_than_the_latent_is_cached_or_computed_on_the_way_to_the_output():
+    mixer = make_mixer("cca", {"latent_rank": 4})
+    assert [mixer.q_proj.out_features, mixer.k_proj.out_features, mixer.o_proj.in_features] == [4, 4, 4]
+    assert mixer.v_proj.out_features + mixer.v_shift_proj.out_features == 4
+
+
 # what the cache holds -------------------------------------------------------------------------------------------------
 
 # floats a token at H = 4, W = 6, D = 20, by the catalogue's formulas
@@ -436,6 +545,10 @@ CACHED = {
     ("kpa", ()): (2 + 2) * (2 * 3 + 2 * 2),  # h1, h2, d1, d2 = 2, 2, 3, 2
     ("kpa", (("h1", 1), ("d1", 1), ("key_rank", 1))): (1 + 2) * (1 * 1 + 4 * 6),
     ("tpa", ()): (2 + 2) * (4 + 6),
+    ("cca", ()): 2 * 4,  # D/4 = 5 becomes a multiple of the heads
+    ("cca", (("latent_rank", 12),)): 2 * 12,
+    ("ccgqa", ()): 2 * 1 * 2,  # heads of D/2 = 10, rounded to 8, over 4
+    ("ccgqa", (("query_latent_rank", 16), ("kv_latent_rank", 8))): 2 * 8,
     ("mtla", ()): 10 / 2,
     ("mtla", (("latent_rank", 8), ("merge_factor", 4))): 8 / 4,
     ("mtla", (("latent_rank", 8), ("merge_factor", 4), ("stride", 3))): 8 / 3,
@@ -465,6 +578,13 @@ WRONG = [
     ("gqla", {"decode_path": "mqa_absorb", "rope_head_dim": 0}, "needs rope_head_dim > 0"),
     ("mlra", {"num_latent_heads": 3}, "num_latent_heads=3 must divide num_attention_heads=4"),
     ("mlra", {"latent_rank": 6}, "latent_rank=6 must be divisible by num_latent_heads=4"),
+    ("cca", {"latent_rank": 6}, "latent_rank=6 must be divisible by num_attention_heads=4"),
+    (
+        "ccgqa",
+        {"query_latent_rank": 16, "kv_latent_rank": 6},
+        "kv_latent_rank=6 must be num_kv_heads=1 heads of width 4",
+    ),
+    ("ccgqa", {"num_kv_heads": 3}, "num_kv_heads=3 must divide num_attention_heads=4"),
     ("mtla", {"stride": 3}, "stride=3 must not exceed merge_factor=2"),
     ("gta", {"num_shared_groups": 3}, "num_shared_groups=3 must divide num_attention_heads=4"),
     ("kpa", {"h1": 3}, "h1=3 times h2=1 must be num_attention_heads=4"),

@@ -36,6 +36,10 @@ class CompressedAttention(Mixer):
         """Keys as they enter the scores, and values, [B, G, S, …]."""
         raise NotImplementedError
 
+    def project(self, x: Tensor, context: SequenceContext, layer: Any) -> tuple[Any, States]:
+        """Queries and what is kept; `layer` is the cache's, or None."""
+        return self.queries(x, context), self.compress(x, context, layer is not None)
+
     def attend_as_kept(self, query: Any, kept: States, context: SequenceContext) -> Tensor | None:
         """[B, H, T, W] for a few queries, without expanding; None where that is impossible or gains nothing."""
         return None
@@ -53,10 +57,9 @@ class CompressedAttention(Mixer):
     def forward(
         self, hidden_states: Tensor, context: SequenceContext, cache: Any = None
     ) -> tuple[Tensor, LayerExtras | None]:
-        query = self.queries(hidden_states, context)
-        kept = self.compress(hidden_states, context, cache is not None)
-        if cache is not None:
-            layer = cache.layers[self.layer_idx]
+        layer = None if cache is None else cache.layers[self.layer_idx]
+        query, kept = self.project(hidden_states, context, layer)
+        if layer is not None:
             layer.count(context.keep, context.all_real)
             kept = {name: layer.extend(name, x) for name, x in kept.items()}
         output = self.attend_as_kept(query, kept, context) if are_few(context) else None

@@ -60,8 +60,8 @@ def slot_attention(q: Tensor, open_k: Tensor, open_v: Tensor, stride: int, merge
     """
     if q.device.type != "cpu":
         newest = torch.arange(q.shape[2], device=q.device)[None] // stride
-        slots = (_complete(x, stride, merge_factor) for x in (open_k, open_v))
-        return explicit_slot_attention(q, *slots, open_k, open_v, newest)
+        slot_k, slot_v = (_complete(x, stride, merge_factor) for x in (open_k, open_v))
+        return explicit_slot_attention(q, slot_k, slot_v, open_k, open_v, newest)
     return _SlotAttention.apply(q, open_k, open_v, stride, merge_factor)
 
 
