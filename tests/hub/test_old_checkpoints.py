@@ -66,7 +66,9 @@ def test_the_fixtures_cover_every_mixer_in_both_modes_and_an_earlier_commit():
         missing = {spec.name for spec in MIXERS if getattr(spec, attribute)} - covered
         assert not missing, "run tests/fixtures/add_checkpoints.py with a new label"
     assert any(not folder.name.startswith(fhf.__version__) for folder in CHECKPOINTS)
-    assert sum(path.stat().st_size for folder in CHECKPOINTS for path in folder.iterdir()) < 1_000_000  # some 6 kB a mixer and mode
+    assert (
+        sum(path.stat().st_size for folder in CHECKPOINTS for path in folder.iterdir()) < 1_000_000
+    )  # some 6 kB a mixer and mode
     assert not [path for folder in CHECKPOINTS for path in folder.glob("*.py")], "loading must not need their own code"
 
 
