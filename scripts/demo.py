@@ -1,4 +1,4 @@
-"""Train two small hybrid models on the docstrings of your Python, reload them in a fresh process and use them.
+"""Train two tiny hybrid models on the docstrings of your Python, reload them in a fresh process and use them.
 
     make demo                       first time: train and show; after an interruption: continue; afterwards: show again
     make demo ARGS=--restart        start over
@@ -10,6 +10,7 @@ the current step with a complete checkpoint.
 
 import argparse
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -27,7 +28,9 @@ MASKED_SENTENCES = (
     "If the argument is [MASK], an exception is raised.",
     "This method is called [MASK] the connection is closed.",
 )
-PROMPTS = ("Return a list of", "This class")
+PROMPTS = ("Return a list of", "This class", "If the file")
+# What is usual, so that nobody takes the demo for more than it is (arXiv 1810.04805, GPT-2's report).
+USUAL = "BERT-base has 110 M parameters and read about 137,000 M tokens, GPT-2 124 M and some 10,000 M."
 
 COMMON = {
     "learning_rate": 3e-3,
@@ -43,7 +46,7 @@ COMMON = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "masked": {
         **COMMON,
-        "max_steps": 240,
+        "max_steps": 200,
         "per_device_train_batch_size": 16,
         "mask_rate": 0.25,
         "layer_pattern": ["gated_deltanet", "swa", "gated_deltanet", "standard"],
@@ -52,8 +55,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "causal": {
         **COMMON,
-        "max_steps": 150,
-        "per_device_train_batch_size": 8,
+        "max_steps": 240,
+        "per_device_train_batch_size": 16,
         "layer_pattern": ["gated_deltanet", "swa"],
         "mixer_params": {"swa": {"window_size": 32}},
         "config_overrides": {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -74,7 +77,20 @@ def settings_of(kind: str, steps: int | None) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    """A file of JSON; None if it is missing or damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def start_over(folder: Path) -> None:
+    """Delete one model of an earlier demo; a folder with anything else is left alone."""
+    if not folder.exists():
+        return
+    if not (folder / "settings.json").is_file():
+        raise SystemExit(f"{folder} is not from this demo and stays as it is; choose another --output_dir.")
+    shutil.rmtree(folder)
 
 
 def train(kind: str, folder: Path, steps: int | None) -> dict[str, Any]:
@@ -82,7 +98,7 @@ def train(kind: str, folder: Path, steps: int | None) -> dict[str, Any]:
     settings, told = settings_of(kind, steps), folder / "settings.json"
     if _read(told) not in (None, settings):
         print(f"{folder} was made with other settings: starting over.")
-        shutil.rmtree(folder)
+        start_over(folder)
 
     import run_clm
     import run_mlm
@@ -100,34 +116,39 @@ def train(kind: str, folder: Path, steps: int | None) -> dict[str, Any]:
         raise BadInput(f"{error} For the demo: make demo ARGS=--restart") from error
 
 
-def show(kind: str, folder: Path) -> None:
-    """What the fresh process does: load the model as anybody would, and use it."""
+def show(root: Path) -> None:
+    """What the fresh process does: load both models as anybody would, and use them."""
     import transformers
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, pipeline
+    from transformers import pipeline
 
     import frankenstein_hf  # noqa: F401  (registers the models)
 
     transformers.logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    if kind == "masked":
-        fill = pipeline("fill-mask", model=AutoModelForMaskedLM.from_pretrained(folder), tokenizer=tokenizer)
-        for sentence in MASKED_SENTENCES:
-            guesses = ", ".join(
-                f"{guess['token_str'].strip()} ({guess['score']:.0%})" for guess in fill(sentence, top_k=4)
-            )
-            print(f"  {sentence}\n      {guesses}")
-    else:
-        write = pipeline("text-generation", model=AutoModelForCausalLM.from_pretrained(folder), tokenizer=tokenizer)
-        transformers.set_seed(0)
-        for prompt in PROMPTS:
-            text = write(prompt, max_new_tokens=24, do_sample=True, temperature=0.7, top_k=20)[0]["generated_text"]
-            print(f"  {prompt}|{' '.join(text[len(prompt) :].split())}")
+    fill = pipeline("fill-mask", str(root / "masked" / "model"))
+    print("The masked model fills gaps; its four best guesses:\n")
+    for sentence in MASKED_SENTENCES:
+        guesses = fill(sentence, top_k=4)
+        shown = ", ".join(f"{guess['token_str'].strip()} ({guess['score']:.0%})" for guess in guesses)
+        print(f"  {sentence}\n      {shown}")
+    write = pipeline("text-generation", str(root / "causal" / "model"))
+    transformers.set_seed(0)
+    print("\nThe causal model goes on behind the bar:\n")
+    for prompt in PROMPTS:
+        text = write(prompt, max_new_tokens=32, do_sample=True, temperature=0.6, top_k=20)[0]["generated_text"]
+        print(f"  {prompt} │ {' '.join(text[len(prompt) :].split())}")
 
 
-def summary(name: str, metrics: dict[str, Any]) -> str:
-    """One row of the table of losses."""
+def scale(kind: str, metrics: dict[str, Any]) -> str:
+    """How large a model and its training were, and what came of it, in sentences."""
     before, after, unigram = (metrics[key]["loss"] for key in ("before", "after", "unigram"))
-    return f"  {name:24}{before:8.3f}{after:10.3f}{unigram:16.3f}"
+    right, blind = math.exp(-after), math.exp(-unigram)
+    read = metrics["recipe"]["tokens seen"] / 1e6
+    return (
+        f"  {kind.capitalize()}: {metrics['model']['parameters'] / 1e6:.1f} M parameters, {read:.2f} M tokens read. "
+        f"Loss on held-out text {before:.2f} → {after:.2f} nats;\n"
+        f"  knowing only how often each token occurs gives {unigram:.2f}. The right token gets {right:.2%} of the "
+        f"probability (geometric mean) instead of {blind:.2%}."
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -136,32 +157,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--restart", action="store_true", help="train again from the beginning")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"), help="where everything is written")
     parser.add_argument("--steps", type=int, help="training steps of each model, for a quicker and worse demo")
-    parser.add_argument("--show", choices=sorted(SETTINGS), help="only load and use the model in --output_dir")
+    parser.add_argument("--show", action="store_true", help="only load and use the models in --output_dir")
     args = parser.parse_args(argv)
     if args.show:
-        return show(args.show, args.output_dir)
+        return show(args.output_dir)
 
     start = time.monotonic()
-    if args.restart and args.output_dir.exists():
+    if args.restart:
         for kind in SETTINGS:
-            shutil.rmtree(args.output_dir / kind, ignore_errors=True)
+            start_over(args.output_dir / kind)
     earlier = {kind: finished(kind, args.output_dir / kind, args.steps) for kind in SETTINGS}
     if all(earlier.values()):
         print("Trained already; here are the results again (make demo ARGS=--restart trains anew).")
     results = {}
-    for kind, title in (("masked", "A masked language model"), ("causal", "A causal language model, in miniature")):
-        print(f"\n== {title}")
-        folder = args.output_dir / kind
-        results[kind] = earlier[kind] or train(kind, folder, args.steps)
-        print("Reloaded in a fresh process:", flush=True)
-        command = [sys.executable, __file__, "--show", kind, "--output_dir", str(folder / "model")]
-        subprocess.run(command, check=True)
-    print("\n== Held-out loss (nats a token; lower is better)")
-    print(f"  {'':24}{'before':>8}{'after':>10}{'frequencies':>16}")
-    print(summary("masked tokens", results["masked"]))
-    print(summary("next tokens", results["causal"]))
-    print(f"\nThe models, with tokenizer and code: {args.output_dir}/masked/model and {args.output_dir}/causal/model")
-    print(f"Their metrics: metrics.json there. This took {time.monotonic() - start:.0f} s.")
+    for kind, title in (("masked", "A masked language model"), ("causal", "A causal language model")):
+        if earlier[kind] is None:
+            print(f"\n== {title}, {SETTINGS[kind]['max_steps'] if args.steps is None else args.steps} steps")
+        results[kind] = earlier[kind] or train(kind, args.output_dir / kind, args.steps)
+
+    print("\n== How large this was")
+    for kind in SETTINGS:
+        print(scale(kind, results[kind]))
+    print(f"  For comparison: {USUAL}")
+    print(
+        f"  This took {time.monotonic() - start:.0f} s. The models: "
+        + ", ".join(str(args.output_dir / kind / "model") for kind in SETTINGS)
+    )
+    print("  Each folder has weights, tokenizer, code, metrics.json, loss.png and a model card.")
+    print("\n== What they say, reloaded in a fresh process", flush=True)
+    subprocess.run([sys.executable, __file__, "--show", "--output_dir", str(args.output_dir)], check=True)
+    print(
+        "\nNext: the same with your text and mixers, scripts/run_clm.py --output_dir out --train_file my.txt (--help)."
+    )
 
 
 if __name__ == "__main__":

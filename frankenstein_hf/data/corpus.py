@@ -73,7 +73,8 @@ def read_corpus(cache_dir: str | os.PathLike | None = None) -> Corpus:
         RuntimeError: This Python has no standard library sources.
     """
     python = f"{platform.python_implementation()} {platform.python_version()}"
-    recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]  # a changed list or reader reads anew
+    reader = Path(__file__).read_bytes() + repr((MODULES, MIN_CHARACTERS)).encode()
+    recipe = hashlib.sha256(reader).hexdigest()[:12]  # a changed list or reader reads anew
     name = f"docstrings-{python.lower().replace(' ', '-')}-{recipe}.json"
     path = Path(cache_dir if cache_dir is not None else cache_directory()) / name
     try:

@@ -94,7 +94,8 @@ class Progress(ProgressCallback):
             super().on_step_end(args, state, control, **kwargs)
         elif state.is_world_process_zero:
             now, ends = time.monotonic(), state.global_step >= state.max_steps
-            if now - self._last[1] >= self.every and not ends:
+            wait = max(self.every, min((now - self._first[1]) / 60, 6 * self.every))  # longer runs are told less often
+            if now - self._last[1] >= wait and not ends:
                 print(self._line(state, now), flush=True)
                 self._last = (state.global_step, now)
 

@@ -20,8 +20,8 @@ from transformers.utils import cached_file
 
 from ..data import examples
 from ..data.atomic import write_text
-from ..hub.cards import OWNER, hub_name, is_generated, is_hub_name, parse_card
-from ..hub.foreign import html_text, markdown, python
+from ..hub.cards import OWNER, hub_name, is_generated, is_hub_name, parse_card, target_modules
+from ..hub.foreign import code, html_text, markdown, python
 from ..modeling.hub_bundle import read_card
 from .arguments import (
     FILE_TYPES,
@@ -341,6 +341,10 @@ class EmbeddingRun(Run):
         section = "## Results\n\n{{ results }}\n\n"  # a variable: what comes from outside is never a template
         whole = "".join((above if details else f"{above}\n\n", section, details, below))
         data.results = results.text(self.model_args.model_name_or_path)
+        layers: Any = getattr(model[0].auto_model, "layers", ())
+        if hasattr(model[0].auto_model.config, "mixer_names"):
+            named = ", ".join(map(code, target_modules(layers)))
+            data.results += f"\n\n`target_modules` for adapters, the projections of its mixers: {named}."
         data.template_path = write_text(Path(self._card.name) / "template.md", whole)
         model._create_model_card(self._card.name)
         write_text(output / CARD, (Path(self._card.name) / CARD).read_text(encoding="utf-8"))

@@ -23,3 +23,8 @@ def mlm_tokenizer():
 @pytest.fixture(scope="session")
 def clm_tokenizer():
     return train_tokenizer(TEXTS, 320, "clm")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path_factory.getbasetemp() / "hf"))

@@ -45,6 +45,12 @@ def test_the_cache_is_reused_and_a_damaged_one_is_read_anew(few_modules, tmp_pat
         assert read_corpus(tmp_path) == first
 
 
+def test_another_list_of_modules_has_another_cache(few_modules, tmp_path, monkeypatch):
+    first = read_corpus(tmp_path)
+    monkeypatch.setattr(corpus_module, "MODULES", ("heapq",))
+    assert len(read_corpus(tmp_path).documents) < len(first.documents) and len(list(tmp_path.iterdir())) == 2
+
+
 def test_a_python_without_sources_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": "/nowhere"})
     with pytest.raises(RuntimeError, match="/nowhere"):

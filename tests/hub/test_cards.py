@@ -256,3 +256,62 @@ def test_after_import_waits_for_the_module_and_survives_probes_and_reloads(tmp_p
     after_import("a_late_module", lambda module: seen.append(2))
     assert seen == [1, 2]
     monkeypatch.delitem(sys.modules, module.__name__)
+
+
+def snippets(card: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+
+
+def test_the_examples_use_the_name_on_the_hub_or_one_to_fill_in(tmp_path):
+    model = tiny_model("gla")
+    model.save_pretrained(tmp_path / "lakes")
+    card = (tmp_path / "lakes" / "README.md").read_text()
+    assert 'from_pretrained("YOUR-NAME/lakes"' in card and "`YOUR-NAME/lakes` stands for the name" in card
+    for given, expected in (("me/monster", "me/monster"), ("monster", "YOUR-NAME/monster")):
+        render(model, tmp_path / "lakes", given)
+        model.save_pretrained(tmp_path / "lakes")  # without knowing the name: it is kept
+        card = (tmp_path / "lakes" / "README.md").read_text()
+        if "/" in given:
+            assert "YOUR-NAME" not in card
+        assert (
+            all(f'("{expected}"' in code for code in snippets(card) if "from_pretrained" in code) or given == "monster"
+        )
+
+
+def test_licence_and_languages_are_shown_or_asked_for(tmp_path):
+    model = tiny_model("gla")
+    model.save_pretrained(tmp_path)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.text.count("not stated; the owner adds") == 2 and card.data.license is None
+    found = Results({}, "unigram", "", "text-generation", "lakes", license="mit", languages=("de", "fr"))
+    render(model, tmp_path, results=found)
+    model.save_pretrained(tmp_path)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert (card.data.license, card.data.language) == ("mit", ["de", "fr"])
+    assert "| licence | mit |" in card.text and "| languages | de, fr |" in card.text
+
+
+@pytest.mark.parametrize(
+    "auto_name", ["AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForTokenClassification"]
+)
+def test_the_adapter_example_adapts_every_mixer_of_this_model_and_nothing_else(auto_name, tmp_path):
+    from peft import get_peft_model
+
+    model = getattr(transformers, auto_name).from_config(tiny_config(["gla", "swa", "mamba"]))
+    model.save_pretrained(tmp_path)
+    (code,) = (code for code in snippets((tmp_path / "README.md").read_text()) if "LoraConfig" in code)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    adapted = get_peft_model(model, names["adapter"])
+    places = {name for name, _ in adapted.named_parameters() if "lora_A" in name}
+    for layer in range(3):
+        assert any(f"layers.{layer}.mixer." in name for name in places)
+    assert all(".mixer." in name for name in places)
+    every = {f"mixer.{name}" for layer in range(3) for name in ("q_proj", "in_proj")}
+    assert every & set(names["adapter"].target_modules)
+
+
+def test_a_card_can_be_cited(tmp_path):
+    tiny_model("gla").save_pretrained(tmp_path)
+    (entry,) = re.findall(r"```bibtex\n(.*?)```", (tmp_path / "README.md").read_text(), re.DOTALL)
+    assert entry.count("{") == entry.count("}") and entry.startswith("@software{frankenstein_hf,")

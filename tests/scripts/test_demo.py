@@ -29,7 +29,8 @@ def test_the_demo_shows_both_models_and_runs_again_as_told(demo, tmp_path, capsy
     output = capsys.readouterr().out
     for sentence in demo.MASKED_SENTENCES + demo.PROMPTS:
         assert sentence in output
-    assert "frequencies" in output and str(tmp_path / "demo") in output and "arning" not in output
+    assert "tokens read" in output and str(tmp_path / "demo") in output and "arning" not in output
+    assert output.index("How large this was") < output.index(demo.MASKED_SENTENCES[0])  # it ends with what they say
     results = [tmp_path / "demo" / kind / "model" / "metrics.json" for kind in demo.SETTINGS]
     stamps = [path.stat().st_mtime_ns for path in results]
 
@@ -42,3 +43,16 @@ def test_the_demo_shows_both_models_and_runs_again_as_told(demo, tmp_path, capsy
     demo.main([*command[:-1], "1"])
     assert "other settings" in capsys.readouterr().out
     assert json.loads(results[0].read_text())["train"]["steps"] == 1
+
+    results[0].write_text("{")  # damaged: taken up from its checkpoint
+    demo.main([*command[:-1], "1"])
+    assert json.loads(results[0].read_text())["train"]["steps"] == 1
+
+
+def test_the_demo_deletes_nothing_but_its_own(demo, tmp_path):
+    own = tmp_path / "masked" / "thesis.txt"
+    own.parent.mkdir()
+    own.write_text("precious")
+    with pytest.raises(SystemExit, match="not from this demo"):
+        demo.main(["--output_dir", str(tmp_path), "--restart"])
+    assert own.read_text() == "precious"

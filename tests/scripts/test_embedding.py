@@ -120,10 +120,11 @@ def test_triplets_are_learned_and_the_model_loads_as_anybody_would_load_it(train
     card = (folder / "README.md").read_text()
     assert card.startswith("---") and "TripletLoss" in card and "model-index" in card
     assert "| triplet accuracy |" in card.partition("\n## Results\n")[2].partition("\n## ")[0] and "{%" not in card
-    assert 'SentenceTransformer("sentence_transformers_model_id", trust_remote_code=True)' in card
+    assert f'SentenceTransformer("YOUR-NAME/{folder.name}", trust_remote_code=True)' in card
+    assert "`target_modules` for" in card and "`mixer.q_proj`" in card and "| rows seen |" in card
     metadata = ModelCard(card).data
     assert {"frankenstein", "gated_deltanet", "standard", "sentence-transformers"} <= set(metadata.tags)
-    assert metadata.base_model is None and "Dataset: rows.jsonl" in card and "the rows.jsonl dataset" in card
+    assert metadata.base_model is None and "Dataset: `rows.jsonl`" in card and "the `rows.jsonl` dataset" in card
     assert card.index("## Results") < card.index("## Model Details")
 
 
@@ -200,7 +201,7 @@ def test_a_push_carries_results_and_a_card_written_by_hand_stays(program, rows_o
     line = [*rows_of(PAIRS, max_steps=2, hub_model_id="me/monster"), "--push_to_hub"]
     program.main(line)
     card = hub.last_card
-    assert "![loss](loss.png)" in card.partition("\n## Results\n")[2] and hub.uploads[-1]["loss.png"]
+    assert "(loss.png)" in card.partition("\n## Results\n")[2] and hub.uploads[-1]["loss.png"]
     assert card.count("## Results") == 1 and 'SentenceTransformer("me/monster", trust_remote_code=True)' in card
     assert set(hub.uploads[-1]) >= {"metrics.json", "modules.json", "modeling_frankenstein.py"}
 

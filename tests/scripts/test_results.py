@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from frankenstein_hf.hub.foreign import Markdown
-from frankenstein_hf.training import results
+from frankenstein_hf.training import recipe, results
 from tests.hub.test_cards import hub  # noqa: F401  (a fixture)
 
 LOSSES = {"before": {"loss": 4.0}}
@@ -56,6 +56,15 @@ def test_a_card_written_by_hand_stays(flags, tmp_path):
 def test_the_card_names_data_licence_and_start(program, flags, tmp_path):
     program.main(flags())
     card = (tmp_path / "out" / "README.md").read_text()
+    for line in (
+        "| steps | 4 |",
+        "| rows a step | 2 |",
+        "| learning rate | 0.001, linear |",
+        "| precision | float32 |",
+    ):
+        assert line in card
+    assert re.search(r"\| optimizer \| adamw\S* \|", card) and re.search(r"\| tokens seen \| \d+ \|", card)
+    assert ("### What it fills in" if "mlm" in program.__name__ else "### What it writes") in card
     assert "\nTrained on `text.txt`. Evaluated on 5 % of its rows, drawn with the seed 42 and held out:\n" in card
     assert "the checkpoint" not in card
     new = {"layer_pattern": None, "config_overrides": None, "vocab_size": None, "max_steps": 1}
@@ -133,3 +142,21 @@ def test_without_matplotlib_a_line_says_so(flags, tmp_path, monkeypatch, capsys)
     assert len(re.findall(r"frankenstein_hf\[plots\]", capsys.readouterr().out)) == 1
     card = (tmp_path / "out" / "README.md").read_text()
     assert table(card)["loss"] and "loss.png" not in card and not (tmp_path / "out" / "loss.png").exists()
+
+
+def test_tokens_seen_are_those_of_the_rows(tmp_path):
+    from datasets import Dataset
+
+    rows = Dataset.from_dict({"input_ids": [[1, 2, 3], [4], []]})
+    assert recipe.tokens(rows) == 4
+
+
+def test_a_validation_file_is_named_and_embedded_data_has_a_language(flags, text, tmp_path):
+    import run_clm
+
+    other = tmp_path / "held | out.txt"
+    other.write_text(text.read_text())
+    run_clm.main(flags(validation_file=other, max_steps=1, license="mit", language="en"))
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert "Evaluated on <code>held &#124; out.txt</code>" in card.text.replace("&#32;", " ")
+    assert (card.data.license, card.data.language) == ("mit", ["en"])
