@@ -11,6 +11,7 @@ from .auto import register
 from .configuration.configuration_frankenstein import FRANKENSTEIN_VERSION as __version__
 
 if TYPE_CHECKING:
+    from .cache_sizes import cache_report
     from .components import list_mixers, mixer_spec, register_mixer
     from .configuration.configuration_frankenstein import FrankensteinConfig
     from .modeling.modeling_frankenstein import FrankensteinForCausalLM, FrankensteinForMaskedLM, FrankensteinModel
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 # Where each public name is defined.
 _MODULES = {
+    "cache_sizes": ("cache_report",),
     "components": ("list_mixers", "mixer_spec", "register_mixer"),
     "configuration.configuration_frankenstein": ("FrankensteinConfig",),
     "modeling.modeling_frankenstein": (
@@ -72,6 +74,7 @@ __all__ = [
     "FrankensteinModel",
     "FrankensteinPreTrainedModel",
     "__version__",
+    "cache_report",
     "create_optimizer",
     "describe_groups",
     "list_mixers",

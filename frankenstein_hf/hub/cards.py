@@ -8,6 +8,7 @@ was written by a person and stays as it is.
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterable
@@ -23,6 +24,7 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id, yaml_dump
 from torch import nn
 
+from ..cache_sizes import layer_caches
 from ..configuration.configuration_frankenstein import FRANKENSTEIN_VERSION
 from ..configuration.registries import MIXERS
 from ..modeling.hub_bundle import HEADS, read_card
@@ -208,13 +210,8 @@ def results_section(body: str) -> str:
 
 def decode_state(config: Any) -> tuple[int, int]:
     """Floats that a sequence's decode state holds whatever its length (rings count as full), and per token."""
-    constant = per_token = 0
-    for layer_idx in range(config.num_hidden_layers):
-        spec, params = config.mixer_spec_for(layer_idx), config.params_for(layer_idx)
-        layer_config = config.per_layer_config[layer_idx]
-        constant += spec.state_size(params, layer_config)
-        per_token += spec.token_size(params, layer_config)
-    return constant, per_token
+    layers = layer_caches(config)
+    return sum(layer.constant for layer in layers), math.ceil(sum(layer.per_token for layer in layers))
 
 
 def _digest(text: str) -> str:
