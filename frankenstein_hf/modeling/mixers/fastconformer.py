@@ -1,7 +1,7 @@
 """`fastconformer`: limited-context softmax attention with global tokens at the head of the sequence.
 
-Shapes: R rows, L row length, H heads, G key/value heads, W head width; w window_size, 𝒢 global positions, P tokens up to
-        the last of them.
+Shapes: R rows, L row length, H heads, G key/value heads, W head width; w window_size, 𝒢 global positions, P tokens up
+        to the last of them.
 """
 
 from typing import Any
