@@ -199,9 +199,29 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
         embeddings = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
         new = embeddings.num_embeddings
         if new != old:
+            self._pin_vocabulary_params()
             for module in self.modules():
                 for name in getattr(module, "vocabulary_tables", ()):
                     table = getattr(module, name)
                     setattr(module, name, self._get_resized_embeddings(table, new, mean_resizing=False))
             self.tie_weights()
         return embeddings
+
+    def _pin_vocabulary_params(self) -> None:
+        """Write into the config what mixers have derived from the vocabulary that the weights were made for.
+
+        Raises:
+            ValueError: A layer's own parameters, in `per_layer_config`, leave such a number to the vocabulary.
+        """
+        for module in self.modules():
+            if not hasattr(module, "vocabulary_params"):
+                continue
+            name, pinned = self.config.mixer_spec_for(module.layer_idx).name, module.vocabulary_params()
+            params = self.config.mixer_params
+            self.config.mixer_params = {**params, name: {**params.get(name, {}), **pinned}}
+            for key, value in pinned.items():
+                if getattr(self.config.params_for(module.layer_idx), key) != value:
+                    raise ValueError(
+                        f"{key} of {name!r} in layer {module.layer_idx} follows the vocabulary, and the vocabulary has "
+                        f"changed. Write {key}={value} into its per_layer_config before resizing."
+                    )
