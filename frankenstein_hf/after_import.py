@@ -38,11 +38,15 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 def after_import(name: str, function: Callable[[ModuleType], None]) -> None:
-    """Call `function(module)` now if the module called `name` is loaded, else right after it is."""
-    if name in sys.modules:
-        function(sys.modules[name])
-        return
+    """Call `function(module)` now if the module called `name` is loaded, else right after it is.
+
+    A module that is just being imported counts as loaded when it has run.
+    """
     finder = next((other for other in sys.meta_path if isinstance(other, _AfterImport) and other.name == name), None)
+    module = sys.modules.get(name)
+    if module is not None and (finder is None or not getattr(module.__spec__, "_initializing", False)):
+        function(module)
+        return
     if finder is None:
         finder = _AfterImport(name)
         sys.meta_path.insert(0, finder)
