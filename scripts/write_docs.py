@@ -20,7 +20,7 @@ from frankenstein_hf.configuration.component import ComponentSpec, MixerSpec, de
 from frankenstein_hf.configuration.configuration_frankenstein import FrankensteinConfig
 from frankenstein_hf.configuration.registries import KINDS, MIXERS
 from frankenstein_hf.data.atomic import write_text
-from frankenstein_hf.optim.spec import COMMON_PARAMS, OPTIMIZERS, OptimizerParams, OptimizerSpec, optimizer_range
+from frankenstein_hf.optim.spec import COMMON_PARAMS, OPTIMIZERS, OptimizerParams, OptimizerSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 COSTS = ROOT / "docs" / "optimizer_costs.json"
@@ -184,7 +184,7 @@ def parameter_table(fields: Iterable[dataclasses.Field]) -> str:
     """Parameters with default, range and meaning."""
     rows = ["| parameter | default | allowed | meaning |", "|---|---|---|---|"]
     rows += [
-        f"| `{f.name}` | {f.default!r} | {optimizer_range(f) or type_name(f)} | {f.metadata['doc']} |" for f in fields
+        f"| `{f.name}` | {f.default!r} | {describe_range(f) or type_name(f)} | {f.metadata['doc']} |" for f in fields
     ]
     return "\n".join(rows)
 

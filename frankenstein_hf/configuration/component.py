@@ -5,64 +5,24 @@ command-line help and tests are all derived from it.
 """
 
 import dataclasses
-import difflib
-import types
+import re
+import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
+from .values import choices_of, describe_range, did_you_mean, param, problem, shown
 
-def did_you_mean(name: object, allowed: Iterable[str]) -> str:
-    """The tail of an error message about `name`: the nearest valid name, if one is near, and all valid names."""
-    allowed = sorted(allowed)
-    near = difflib.get_close_matches(str(name), allowed, 1)
-    return (f"; did you mean '{near[0]}'?" if near else ".") + f" Allowed: {', '.join(allowed) or 'none'}."
-
-
-def param(
-    default: Any,
-    doc: str,
-    *,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    choices: tuple[Any, ...] | None = None,
-) -> Any:
-    """A field of a `Params` class: default, one doc line, and the allowed range (inclusive) or values."""
-    return dataclasses.field(
-        default=default, metadata={"doc": doc, "minimum": minimum, "maximum": maximum, "choices": choices}
-    )
-
-
-def _matches(value: object, annotation: Any) -> bool:
-    origin = typing.get_origin(annotation)
-    if origin in (types.UnionType, typing.Union):
-        return any(_matches(value, choice) for choice in typing.get_args(annotation))
-    if origin in (list, tuple):
-        item = typing.get_args(annotation)[0]
-        return isinstance(value, (list, tuple)) and all(_matches(element, item) for element in value)
-    if annotation is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if annotation is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if annotation is None:
-        return value is None
-    return isinstance(value, annotation)
-
-
-def _type_name(annotation: Any) -> str:
-    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
-
-
-def describe_range(field: dataclasses.Field) -> str:
-    """The allowed values of a parameter in words, e.g. "≥ 1", "one of 'euler', 'zoh'" or "" when unrestricted."""
-    meta = field.metadata
-    if meta.get("choices"):
-        return "one of " + ", ".join(repr(choice) for choice in meta["choices"])
-    low, high = meta.get("minimum"), meta.get("maximum")
-    if low is not None and high is not None:
-        return f"from {low} to {high}"
-    return f"≥ {low}" if low is not None else f"≤ {high}" if high is not None else ""
+__all__ = [
+    "ComponentSpec",
+    "MixerSpec",
+    "Params",
+    "Registry",
+    "describe_range",
+    "did_you_mean",
+    "param",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +46,7 @@ class Params:
             ValueError: Unknown name, wrong type, or a value outside its range.
         """
         if not isinstance(values, Mapping):
-            raise ValueError(f"Parameters of {owner!r} must be a dict of names and values, got {values!r}.")
+            raise ValueError(f"Parameters of {owner!r} must be a dict of names and values, got {shown(values)}.")
         names = [field.name for field in dataclasses.fields(cls)]
         for key in values:
             if key not in names:
@@ -99,22 +59,13 @@ class Params:
     def __post_init__(self) -> None:
         hints = self.types()
         for field in dataclasses.fields(self):
-            value, meta = getattr(self, field.name), field.metadata
-            if not _matches(value, hints[field.name]):
-                raise ValueError(
-                    f"parameter '{field.name}' must be of type {_type_name(hints[field.name])}, got {value!r}."
-                )
-            numbers = value if isinstance(value, (list, tuple)) else [value]
-            for number in numbers:
-                if not isinstance(number, (int, float)) or isinstance(number, bool):
-                    continue
-                low, high = meta.get("minimum"), meta.get("maximum")
-                # written so that a NaN fails too
-                if (low is not None and not number >= low) or (high is not None and not number <= high):
-                    raise ValueError(f"parameter '{field.name}' must be {describe_range(field)}, got {value!r}.")
-            choices = meta.get("choices")
-            if choices and value not in choices:
-                raise ValueError(f"parameter '{field.name}'={value!r}" + did_you_mean(value, map(str, choices)))
+            value, limits = getattr(self, field.name), field.metadata
+            name = field.name.rstrip("_")
+            choices = choices_of(limits)
+            if choices and isinstance(value, str) and value not in choices:
+                raise ValueError(f"parameter '{name}'={shown(value)}" + did_you_mean(value, map(str, choices)))
+            if words := problem(value, hints[field.name], limits):
+                raise ValueError(f"parameter '{name}' must be {words}, got {shown(value)}.")
 
     def resolve(self, config: Any, explicit: frozenset[str]) -> Self:
         """These parameters made concrete for one model.
@@ -143,6 +94,7 @@ class ComponentSpec:
         reference: Paper title and arXiv id, or the library whose convention it follows.
         params: The `Params` class.
         implementation: "module:Class" below the modeling package, imported on first use.
+        aliases: What others call it; error messages lead from there to `name`.
     """
 
     name: str
@@ -151,6 +103,7 @@ class ComponentSpec:
     reference: str
     params: type[Params] = Params
     implementation: str = ""
+    aliases: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -201,6 +154,7 @@ class MixerSpec(ComponentSpec):
         qk_norm: Accepts normalised queries and keys.
         gradient: "exact", or "surrogate" where the method itself substitutes gradients.
         parameter_free: `(params) -> bool`, true when only the four standard projections are used.
+        rotary_width: `(params, config) -> int`, the width its rotary positions are made for.
         reach: `(params) -> int | None`, how many tokens to either side one layer sees at most (None: all), used by
             tests of the bidirectional mode.
         native_mask: Sees the batch as given and honours any 4-D attention mask.
@@ -219,6 +173,7 @@ class MixerSpec(ComponentSpec):
     gradient: str = "exact"
     parameter_free: Callable[[Any], bool] = lambda params: False
     reach: Callable[[Any], int | None] = lambda params: None
+    rotary_width: Callable[[Any, Any], int] = lambda params, config: config.head_dim
     native_mask: bool = False
     small_params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -239,17 +194,36 @@ class MixerSpec(ComponentSpec):
         return bool(self.cache & GROWING_SLOTS)
 
 
+NAME = re.compile(r"[a-z][a-z0-9_]*")
+# `attn_implementation` chooses these; a mixer called like one could never be told from it
+BACKENDS = frozenset({"eager", "sdpa", "flex_attention", "triton", "paged", "kernels"})
+
+
+def backend_names() -> frozenset[str]:
+    """Names `attn_implementation` knows already, those other code has registered with transformers included."""
+    modeling = sys.modules.get("transformers.modeling_utils")  # nobody can have registered one without it
+    registered = modeling.ALL_ATTENTION_FUNCTIONS.valid_keys() if modeling is not None else ()
+    return BACKENDS.union(registered)
+
+
 class Registry(Generic[P]):
     """Specs of one kind of component, by name, discovered on first use.
 
     Args:
         kind: What the components are called in messages, e.g. "mixer".
         discover: Returns the built-in specs.
+        reserved: Returns names no component may have, because they mean something else where names are read.
     """
 
-    def __init__(self, kind: str, discover: Callable[[], Iterable[P]]) -> None:
+    def __init__(
+        self,
+        kind: str,
+        discover: Callable[[], Iterable[P]],
+        reserved: Callable[[], frozenset[str]] = frozenset,
+    ) -> None:
         self.kind = kind
         self._discover: Callable[[], Iterable[P]] | None = discover
+        self._reserved = reserved
         self._specs: dict[str, P] = {}
 
     def _load(self) -> dict[str, P]:
@@ -259,16 +233,41 @@ class Registry(Generic[P]):
                 self.register(spec)
         return self._specs
 
+    def check_name(self, name: object) -> None:
+        """Raise ValueError for a name no component of this kind can have; whether it is taken is another question."""
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise ValueError(
+                f"A {self.kind} cannot be called {shown(name)}: a name consists of lower-case letters, digits and "
+                "underscores and begins with a letter."
+            )
+        if name.startswith("frankenstein_"):
+            raise ValueError(
+                f"A {self.kind} cannot be called {name!r}: names that begin with 'frankenstein_' are what transformers "
+                f"knows our parts by. Call it {name.removeprefix('frankenstein_') or 'something else'!r}."
+            )
+        if name in self._reserved() or (self._reserved() and name.startswith("flash_attention")):
+            raise ValueError(
+                f"A {self.kind} cannot be called {name!r}: that is a backend of attn_implementation, and every model "
+                "that asks for it would be changed. Choose another name."
+            )
+
     def register(self, spec: P) -> None:
-        """Add a spec. Raises ValueError when the name is taken by a different spec."""
-        if self._load().setdefault(spec.name, spec) != spec:
+        """Add a spec.
+
+        Raises:
+            ValueError: The name is not one a component can have (see `check_name`), or a different spec has it.
+        """
+        specs = self._load()
+        self.check_name(spec.name)
+        if specs.setdefault(spec.name, spec) != spec:
             raise ValueError(f"A {self.kind} named {spec.name!r} is registered already; choose another name.")
 
     def get(self, name: str, others: Iterable[str] = ()) -> P:
         """The spec called `name`. Raises ValueError with the nearest valid name, of `others` that would do included."""
         specs = self._load()
-        if name not in specs:
-            raise ValueError(f"Unknown {self.kind} {name!r}" + did_you_mean(name, {*specs, *others}))
+        if not isinstance(name, str) or name not in specs:
+            aliases = {alias: spec.name for spec in specs.values() for alias in spec.aliases}
+            raise ValueError(f"Unknown {self.kind} {shown(name)}" + did_you_mean(name, {*specs, *others}, aliases))
         return specs[name]
 
     def names(self, family: str | None = None) -> list[str]:
@@ -280,7 +279,7 @@ class Registry(Generic[P]):
         return sorted(spec.name for spec in specs if family in (None, spec.family))
 
     def __contains__(self, name: object) -> bool:
-        return name in self._load()
+        return isinstance(name, str) and name in self._load()
 
     def __iter__(self) -> Iterator[P]:
         return iter(self._load().values())

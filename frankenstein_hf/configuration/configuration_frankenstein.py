@@ -1,21 +1,33 @@
 """`FrankensteinConfig`: the configuration of every text model of the family."""
 
 import copy
-import dataclasses
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
-from transformers import GenerationConfig
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
+from transformers.modeling_rope_utils import RopeParameters
 from transformers.utils import logging
 
 from .activations import GATED_FORMS
-from .component import Chosen, ComponentSpec, MixerSpec, Params, Round, did_you_mean
+from .component import Chosen, ComponentSpec, MixerSpec, Params, Round
+from .keys import RUNTIME, fields_of, known_keys, read_pattern, unknown_key
+from .labels import LABEL_KEYS, check_problem
 from .norms import NORM_PLACEMENTS
 from .registries import KINDS, MIXERS
+from .rope import check_rope_widths
+from .validation import (
+    check_family,
+    check_layer_types,
+    check_sizes,
+    check_special_tokens,
+    read_arguments,
+    read_assignment,
+)
+from .values import setting, shown
 
 logger = logging.get_logger(__name__)
 
@@ -25,17 +37,6 @@ DEFAULT_PATTERN = ("gated_deltanet", "swa", "gated_deltanet", "standard")
 # Cache layers are looked up by these names; the version keeps bundles of different ages apart in one process.
 STATE_LAYER_TYPE = "frankenstein_state_1"
 KV_LAYER_TYPE = "frankenstein_kv_1"
-
-# Keys transformers itself writes into, or passes through, a configuration.
-_TRANSFORMERS_KEYS = (
-    "_attn_implementation_internal _commit_hash _experts_implementation_internal _name_or_path architectures "
-    "attn_implementation auto_map base_model_name_or_path custom_pipelines dtype experts_implementation "
-    "id2label is_decoder label2id layer_types model_type name_or_path num_labels output_attentions "
-    "partial_rotary_factor per_layer_config quantization_config rope_scaling rope_theta task_specific_params "
-    "tokenizer_class torch_dtype transformers_version transformers_weights use_bidirectional_attention"
-)
-TRANSFORMERS_KEYS = frozenset(_TRANSFORMERS_KEYS.split())
-
 
 # What `per_layer_config` may change for one layer.
 PER_LAYER_KEYS = frozenset({"mixer_params", "intermediate_size", "hidden_act", "mlp_bias"}).union(
@@ -59,32 +60,44 @@ def newer_note(version: object) -> str:
     return f" The config was written by frankenstein_hf {version}, this is {FRANKENSTEIN_VERSION}: upgrade to use it."
 
 
-def _raising_value_errors(cls: type) -> type:
-    """Turn the strict-dataclass errors of `cls` (which are no ValueErrors) into ValueErrors with the same message.
+@contextmanager
+def _only_value_errors(cls: type, version: object) -> Iterator[None]:
+    """Turn the errors of strict dataclasses (which are no ValueErrors) into ValueErrors with the same message.
 
-    Errors of a config from a newer version say so.
+    Errors of a config from a newer `version` say so.
     """
+    try:
+        yield
+    except (ValueError, StrictDataclassError) as error:
+        note = newer_note(version)
+        if isinstance(error, ValueError) and not note:
+            raise
+        message = str(error) if isinstance(error, ValueError) else f"{cls.__name__}: {error}"
+        raise ValueError(message + note) from error
 
-    def translated(method: Callable) -> Callable:
-        def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-            try:
-                method(self, *args, **kwargs)
-            except (ValueError, StrictDataclassError, KeyError) as error:  # KeyError: a rotary parameter is missing
-                note = newer_note(kwargs.get("frankenstein_version"))
-                if isinstance(error, ValueError) and not note:
-                    raise
-                message = str(error) if isinstance(error, ValueError) else f"{cls.__name__}: {error}"
-                raise ValueError(message + note) from error
 
-        wrapper.__wrapped__ = method  # type: ignore[attr-defined]
-        return wrapper
+def checked_keys(cls: type) -> type:
+    """Let the constructor and every assignment of the configuration class `cls` read what they are given first."""
+    build: Any = cls.__init__  # type: ignore[misc]
+    assign: Any = cls.__setattr__
 
-    cls.__init__ = translated(cls.__init__)  # type: ignore[misc]
-    cls.__setattr__ = translated(cls.__setattr__)  # type: ignore[method-assign]
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        with _only_value_errors(cls, kwargs.get("frankenstein_version")):
+            if args:
+                raise ValueError(f"{cls.__name__} takes keys and values, such as hidden_size=256; got {args!r}.")
+            build(self, **self._read(kwargs))
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        with _only_value_errors(cls, self.__dict__.get("frankenstein_version")):
+            for key, read in self._read_assignment(name, value).items():
+                assign(self, key, read)
+
+    __init__.__wrapped__, __setattr__.__wrapped__ = build, assign  # type: ignore[attr-defined]
+    cls.__init__, cls.__setattr__ = __init__, __setattr__  # type: ignore[misc, method-assign, assignment]
     return cls
 
 
-@_raising_value_errors
+@checked_keys
 @strict
 class FrankensteinConfig(PreTrainedConfig):
     """Configuration of a Frankenstein text model: transformers' usual names, and a sequence mixer per layer.
@@ -137,55 +150,88 @@ class FrankensteinConfig(PreTrainedConfig):
     model_type = "frankenstein"
     keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012  (read by Trainer as a plain list)
 
-    vocab_size: int = 32000
-    hidden_size: int = 256
-    num_hidden_layers: int = 4
-    num_attention_heads: int = 4
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    intermediate_size: int | None = None
-    hidden_act: str = "silu"
-    activation_params: dict[str, Any] | None = None
-    activation_dropout: float | int = 0.0
-    feed_forward: str = "gated"
-    feed_forward_params: dict[str, Any] | None = None
-    norm: str = "rms_norm"
-    norm_params: dict[str, Any] | None = None
-    norm_placement: str = "pre"
-    residual: str = "standard"
-    residual_params: dict[str, Any] | None = None
-    num_loops: int = 1
-    loop_begin_layers: int = 0
-    loop_end_layers: int = 0
-    max_position_embeddings: int = 2048
+    vocab_size: int = setting(32000, minimum=1, maximum=2**24)
+    hidden_size: int = setting(256, minimum=1, maximum=2**17)
+    num_hidden_layers: int = setting(4, minimum=1, maximum=10_000)
+    num_attention_heads: int = setting(4, minimum=1, maximum=2**16)
+    num_key_value_heads: int | None = setting(None, minimum=1, maximum=2**16)
+    head_dim: int | None = setting(None, minimum=1, maximum=2**16)
+    intermediate_size: int | None = setting(None, minimum=1, maximum=2**20)
+    hidden_act: str = setting("silu")
+    activation_params: dict[str, Any] | None = setting(None)
+    activation_dropout: float | int = setting(0.0, minimum=0, below=1)
+    feed_forward: str = setting("gated")
+    feed_forward_params: dict[str, Any] | None = setting(None)
+    norm: str = setting("rms_norm")
+    norm_params: dict[str, Any] | None = setting(None)
+    norm_placement: str = setting("pre", choices=tuple(NORM_PLACEMENTS))
+    residual: str = setting("standard")
+    residual_params: dict[str, Any] | None = setting(None)
+    num_loops: int = setting(1, minimum=1, maximum=1000)
+    loop_begin_layers: int = setting(0, minimum=0)
+    loop_end_layers: int = setting(0, minimum=0)
+    max_position_embeddings: int = setting(2048, minimum=1)
     rope_parameters: RopeParameters | dict | None = None
-    attention_dropout: float | int = 0.0
-    hidden_dropout: float | int = 0.0
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    initializer_range: float = 0.02
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = True
-    use_cache: bool = True
-    is_causal: bool | None = None
-    sparse_prediction: bool = False
-    classifier_pooling: str | None = None
-    classifier_dropout: float | int = 0.0
-    layer_pattern: list[str] | str | None = None
-    mixer_params: dict[str, dict[str, Any]] | None = None
-    frankenstein_version: str = FRANKENSTEIN_VERSION
-    pad_token_id: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    mask_token_id: int | None = None
-    cls_token_id: int | None = None
-    sep_token_id: int | None = None
+    attention_dropout: float | int = setting(0.0, minimum=0, below=1)
+    hidden_dropout: float | int = setting(0.0, minimum=0, below=1)
+    attention_bias: bool = setting(False)
+    mlp_bias: bool = setting(False)
+    initializer_range: float | int = setting(0.02, above=0, maximum=100)
+    rms_norm_eps: float | int = setting(1e-6, above=0, maximum=1)
+    tie_word_embeddings: bool = setting(True)
+    use_cache: bool = setting(True)
+    is_causal: bool | None = setting(None)
+    sparse_prediction: bool = setting(False)
+    classifier_pooling: str | None = setting(None, choices=("cls", "mean", "last"))
+    classifier_dropout: float | int = setting(0.0, minimum=0, below=1)
+    layer_pattern: list[str] | str | None = setting(None)
+    mixer_params: dict[str, dict[str, Any]] | None = setting(None)
+    frankenstein_version: str = setting(FRANKENSTEIN_VERSION)
+    pad_token_id: int | None = setting(None, minimum=0)
+    bos_token_id: int | None = setting(None, minimum=0)
+    eos_token_id: int | list[int] | None = setting(None, minimum=0)
+    mask_token_id: int | None = setting(None, minimum=0)
+    cls_token_id: int | None = setting(None, minimum=0)
+    sep_token_id: int | None = setting(None, minimum=0)
+
+    # ------------------------------------------------------------------ reading
+
+    @classmethod
+    def _read(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The constructor's arguments, checked one by one; see `read_arguments`."""
+        check_family(cls, given.get("model_type"))
+        unknown = {key: value for key, value in given.items() if key not in known_keys(cls)}
+        if unknown:
+            message = " ".join(unknown_key(cls, key, value) for key, value in unknown.items())
+            note = newer_note(given.get("frankenstein_version"))
+            if not note:
+                raise ValueError(message)
+            logger.warning_once(f"{message}{note} Until then the keys are kept but have no effect.")
+        known = {key: value for key, value in given.items() if key not in unknown}
+        return read_arguments(cls, known, PER_LAYER_KEYS) | unknown
+
+    def _read_assignment(self, name: str, value: Any) -> dict[str, Any]:
+        """What the assignment `config.name = value` sets, checked; for what it can refer to see `read_assignment`."""
+        if not self.__dict__.get("_post_init_done") or name.startswith("_") or name in RUNTIME:
+            return {name: value}
+        if name not in known_keys(type(self)) and is_newer(self.frankenstein_version):
+            return {name: value}
+        return read_assignment(self, name, value, PER_LAYER_KEYS)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """transformers' `from_dict`, where labels given as keywords replace all that the dict says about labels.
+
+        Raises:
+            ValueError: The dict is of another model family, or has keys or values this one refuses.
+        """
+        config_dict = dict(config_dict)
+        if new := {key: kwargs.pop(key) for key in LABEL_KEYS if kwargs.get(key) is not None}:
+            config_dict = {key: value for key, value in config_dict.items() if key not in LABEL_KEYS} | new
+        return super().from_dict(config_dict, **kwargs)
 
     def __post_init__(self, **kwargs: Any) -> None:
-        self._reject_unknown_keys(kwargs)
-        kwargs.pop("layer_types", None)  # derived from the pattern
         self._expand_forms()
-        self._check_ranges()
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -195,23 +241,17 @@ class FrankensteinConfig(PreTrainedConfig):
                     f"{self.num_attention_heads}; choose a divisor or give head_dim."
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_key_value_heads={self.num_key_value_heads} must divide "
-                f"num_attention_heads={self.num_attention_heads}."
-            )
         if self.intermediate_size is None:
             gated = self.feed_forward == "gated"
             self.intermediate_size = -(-8 * self.hidden_size // 96) * 32 if gated else 4 * self.hidden_size
         if self.layer_pattern is None:
             repeats = -(-self.num_hidden_layers // len(DEFAULT_PATTERN))
             self.layer_pattern = list(DEFAULT_PATTERN * repeats)[: self.num_hidden_layers]
-        elif isinstance(self.layer_pattern, str):
-            self.layer_pattern = [self.layer_pattern]
         self.mixer_params = copy.deepcopy(self.mixer_params or {})
         self._check_pattern()
+        check_layer_types(kwargs.pop("layer_types", None), self.layer_types)
         super().__post_init__(**kwargs)
-        self._check_layers()
+        self._check_together()
 
     def _expand_forms(self) -> None:
         """`hidden_act` may name a whole form of the feed-forward block."""
@@ -225,99 +265,74 @@ class FrankensteinConfig(PreTrainedConfig):
         elif self.hidden_act == "maxout":
             self.hidden_act, self.feed_forward = "identity", "maxout"
 
+    # ------------------------------------------------------------------ checking
+
     def check(self) -> None:
-        """Check everything again, after attributes were set. Raises ValueError as the constructor does."""
-        self._check_ranges()
-        if not self.is_heterogeneous:
+        """Check everything again, after attributes or what they hold were changed.
+
+        Raises:
+            ValueError: As the constructor does.
+        """
+        get = self._getattr_without_heterogeneous_validation
+        written = {key: get(key) for key in fields_of(type(self))}
+        if self.is_heterogeneous:
+            written["per_layer_config"] = self._heterogeneity_spec.per_layer_overrides
+        with _only_value_errors(type(self), self.frankenstein_version):
+            read_arguments(type(self), written, PER_LAYER_KEYS)
             self._check_pattern()
-        self._check_layers()
+            self._check_together()
 
-    def _check_layers(self) -> None:
-        own = set(self._heterogeneity_spec.explicit_per_layer_attributes) if self.is_heterogeneous else set()
-        if foreign := own - PER_LAYER_KEYS:
-            raise ValueError(
-                f"per_layer_config cannot change {', '.join(sorted(foreign))}; it can change "
-                f"{', '.join(sorted(PER_LAYER_KEYS))}."
-            )
-        rope_type = (self.rope_parameters or {}).get("rope_type", "default")
-        if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
-            raise ValueError(
-                f"Unknown rope_type {rope_type!r}" + did_you_mean(rope_type, {"default", *ROPE_INIT_FUNCTIONS})
-            )
-        for layer_idx in range(self.num_hidden_layers):
-            self.params_for(layer_idx)
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """transformers' `save_pretrained`, of what can be loaded again only; see `check`."""
+        self.check()
+        super().save_pretrained(save_directory, *args, **kwargs)
 
-    def _reject_unknown_keys(self, kwargs: Mapping[str, Any]) -> None:
-        fields = {field.name for field in dataclasses.fields(self)}
-        known = fields | TRANSFORMERS_KEYS | set(self.attribute_map)
-        known |= set(GenerationConfig._get_default_generation_params())
-        unknown = [key for key in kwargs if key not in known]
-        if not unknown:
-            return
-        message = " ".join(f"Unknown config key {key!r}" + did_you_mean(key, fields) for key in unknown)
-        if note := newer_note(self.frankenstein_version):
-            logger.warning_once(f"{message}{note} Until then the keys are kept but have no effect.")
-        else:
-            raise ValueError(message)
+    def _remove_keys_not_serialized(self, d: dict[str, Any]) -> None:
+        # private attributes, whoever sets them, are notes of this process
+        super()._remove_keys_not_serialized(d)
+        for key in [
+            key for key in d if str(key).startswith("_") and key not in ("_name_or_path", "_heterogeneity_spec")
+        ]:
+            del d[key]
 
-    def _check_ranges(self) -> None:
-        sizes = "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-        sizes += "intermediate_size max_position_embeddings"
-        for key in sizes.split():
-            if key in PER_LAYER_KEYS and self.is_heterogeneous:
-                values = [getattr(layer, key) for layer in self.per_layer_config]
-            else:
-                values = [getattr(self, key)]
-            if any(value is not None and value < 1 for value in values):
-                raise ValueError(f"{key}={values[0] if len(values) == 1 else values} must be at least 1.")
-        for key in ("attention_dropout", "hidden_dropout", "activation_dropout", "classifier_dropout"):
-            if not 0 <= getattr(self, key) < 1:
-                raise ValueError(f"{key}={getattr(self, key)} must be in [0, 1).")
-        for key in ("initializer_range", "rms_norm_eps"):
-            if not 0 < getattr(self, key) < float("inf"):
-                raise ValueError(f"{key}={getattr(self, key)} must be positive and finite.")
-        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
-            raise ValueError(f"pad_token_id={self.pad_token_id} must be below vocab_size={self.vocab_size}.")
-        self._components()
-        if self.norm_placement not in NORM_PLACEMENTS:
+    def _check_together(self) -> None:
+        """What several keys have to agree on."""
+        assert self.num_key_value_heads and self.head_dim and self.rope_parameters  # filled in by now
+        if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"Unknown norm_placement {self.norm_placement!r}" + did_you_mean(self.norm_placement, NORM_PLACEMENTS)
+                f"num_key_value_heads={self.num_key_value_heads} must divide "
+                f"num_attention_heads={self.num_attention_heads}."
             )
-        if self.num_loops < 1 or self.loop_begin_layers < 0 or self.loop_end_layers < 0:
-            raise ValueError(
-                f"num_loops={self.num_loops} must be at least 1, loop_begin_layers={self.loop_begin_layers} and "
-                f"loop_end_layers={self.loop_end_layers} at least 0."
-            )
-        if self.num_loops > 1 and self.loop_begin_layers + self.loop_end_layers >= self.num_hidden_layers:
+        if self.loop_begin_layers + self.loop_end_layers > self.num_hidden_layers - (self.num_loops > 1):
             raise ValueError(
                 f"loop_begin_layers={self.loop_begin_layers} and loop_end_layers={self.loop_end_layers} leave none of "
                 f"num_hidden_layers={self.num_hidden_layers} to repeat num_loops={self.num_loops} times."
             )
-        problems = ("regression", "single_label_classification", "multi_label_classification")
-        if self.problem_type not in (None, *problems):
-            raise ValueError(f"Unknown problem_type {self.problem_type!r}" + did_you_mean(self.problem_type, problems))
-        poolings = ("cls", "mean", "last")
-        if self.classifier_pooling not in (None, *poolings):
-            raise ValueError(
-                f"Unknown classifier_pooling {self.classifier_pooling!r}"
-                + did_you_mean(self.classifier_pooling, poolings)
-            )
+        self._components()
+        layers = self.per_layer_config if self.is_heterogeneous else [self]
+        check_sizes(self, {layer.intermediate_size for layer in layers})
+        check_special_tokens(self, self.vocab_size)
+        check_problem(self.problem_type, self.num_labels)
+        widths = {self.head_dim: "head_dim"}
+        for layer_idx in range(self.num_hidden_layers) if self.is_heterogeneous else self._first_layers():
+            spec, params = self.component("mixer", layer_idx)
+            widths.setdefault(spec.rotary_width(params, self), f"in {spec.name!r}")
+        check_rope_widths(self.rope_parameters, widths)
+
+    def _first_layers(self) -> list[int]:
+        """The first layer of every mixer."""
+        return list({name: i for i, name in reversed(list(enumerate(self.mixer_names)))}.values())
 
     def _check_pattern(self) -> None:
-        pattern = [self.layer_pattern] if isinstance(self.layer_pattern, str) else self.layer_pattern
-        if not pattern:
-            raise ValueError("layer_pattern is empty; give a mixer name or a list of them.")
-        for name in pattern:
-            MIXERS.get(name)
+        pattern = read_pattern(self.layer_pattern) or []
         if self.num_hidden_layers % len(pattern):
             longer = len(pattern) > self.num_hidden_layers
             raise ValueError(
-                f"layer_pattern has {len(pattern)} entries, {'more than' if longer else 'which does not divide'} "
-                f"num_hidden_layers={self.num_hidden_layers}; give a pattern whose length divides it."
+                f"layer_pattern={shown(pattern)} has {len(pattern)} entries, "
+                f"{'more than' if longer else 'which does not divide'} num_hidden_layers={self.num_hidden_layers}; "
+                "give a pattern whose length divides it."
             )
-        for name, params in (self.mixer_params or {}).items():
-            spec = MIXERS.get(name)
-            spec.params.from_dict(params, name)
+        for name in self._getattr_without_heterogeneous_validation("mixer_params") or {}:
             if name not in pattern:
                 logger.warning_once(f"mixer_params for {name!r} have no effect: layer_pattern is {pattern}.")
 
@@ -328,7 +343,7 @@ class FrankensteinConfig(PreTrainedConfig):
 
     @property
     def _pattern(self) -> list[str]:
-        return [self.layer_pattern] if isinstance(self.layer_pattern, str) else self.layer_pattern or []
+        return list(self.layer_pattern or [])
 
     @property
     def rounds(self) -> list[Round]:
@@ -380,7 +395,7 @@ class FrankensteinConfig(PreTrainedConfig):
 
     def mixer_spec_for(self, layer_idx: int) -> MixerSpec:
         """The spec of the mixer in layer `layer_idx`."""
-        return MIXERS.get(self.mixer_names[layer_idx])
+        return MIXERS.get(self._pattern[range(self.num_hidden_layers)[layer_idx] % len(self._pattern)])
 
     def component(self, kind: str, layer_idx: int | None = None) -> Chosen:
         """The chosen component of a `kind` ("mixer", "norm", "feed_forward", "residual" …) and its parameters.
@@ -404,11 +419,12 @@ class FrankensteinConfig(PreTrainedConfig):
                 raise ValueError(f"{how.params_field}={values}: {how.field}={name!r} has no parameters.")
             return Chosen(None, name)
         spec = how.registry.get(name, how.fallback)
-        params = spec.params.from_dict(values, spec.name)
         try:
+            params = spec.params.from_dict(values, spec.name)
             return Chosen(spec, params.resolve(config, frozenset(values)))
         except ValueError as error:
-            raise ValueError(f"{how.field}={spec.name!r}: {error}") from None
+            given = f" with {how.params_field}={shown(values)}" if values else ""
+            raise ValueError(f"{how.field}={spec.name!r}{given}: {error}") from None
 
     def reached_components(self) -> list[ComponentSpec]:
         """Specs of all that this configuration names, mixers that only have parameters included."""

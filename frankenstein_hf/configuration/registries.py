@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from transformers.activations import ACT2FN
 
 from .activations import ACTIVATION_SPECS
-from .component import MixerSpec, Registry
+from .component import MixerSpec, Registry, backend_names
 from .discovered import mixer_specs
 from .feed_forward import FEED_FORWARD_SPECS
 from .norms import NORM_SPECS
 from .residuals import RESIDUAL_SPECS
 
-MIXERS: Registry[MixerSpec] = Registry("mixer", mixer_specs)
+MIXERS: Registry[MixerSpec] = Registry("mixer", mixer_specs, reserved=backend_names)
 NORMS = Registry("norm", lambda: NORM_SPECS)
 ACTIVATIONS = Registry("activation", lambda: ACTIVATION_SPECS)
 FEED_FORWARDS = Registry("feed-forward", lambda: FEED_FORWARD_SPECS)

@@ -66,8 +66,13 @@ class _RealTokens:
 
 
 class MixerStateLayer(_RealTokens, CacheLayerMixin):
-    """Named constant-size tensors of one layer: recurrent states, convolution tails, rings of keys and values."""
+    """Named tensors of bounded size of one layer: recurrent states, convolution tails, rings of keys and values.
 
+    Attributes:
+        num_places: Tokens a static cache is made for, in which no state may change its size; None elsewhere.
+    """
+
+    num_places: int | None = None
     _layer_type: str | None = STATE_LAYER_TYPE
     is_sliding = False
     is_compileable = False
@@ -385,6 +390,10 @@ class MixerStaticStateLayer(_StaticCount, MixerStateLayer):
 
     _layer_type: str | None = None  # named below: transformers takes a class with a name for the growing cache's
 
+    def __init__(self, max_cache_len: int | None = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.num_places = max_cache_len
+
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Not while the past is recorded, whose records grow."""
@@ -395,7 +404,9 @@ class MixerStaticStateLayer(_StaticCount, MixerStateLayer):
         kept = self.states
         super().write(states, inputs, keep, all_real)
         if kept and not self.record_past:
-            self.states = {name: kept[name].copy_(x) for name, x in states.items()}
+            # a rollback may have left them shorter
+            same = {name: kept[name] for name, x in states.items() if kept[name].shape == x.shape}
+            self.states = {name: same[name].copy_(x) if name in same else x for name, x in states.items()}
 
 
 class MixerStaticKVLayer(_StaticCount, MixerKVLayer):

@@ -26,7 +26,7 @@ def rotary_frequencies(config: Any, width: int, device: torch.device, length: in
         exponents = torch.arange(0, rotated, 2, device=device, dtype=torch.float) / max(rotated, 1)
         return parameters["rope_theta"] ** -exponents, 1.0
     sized = copy.copy(config)
-    sized.head_dim = width // 2 * 2
+    sized.__dict__["head_dim"] = width // 2 * 2  # past the check of values: it may be 0
     return ROPE_INIT_FUNCTIONS[rope_type](sized, device, seq_len=length)
 
 

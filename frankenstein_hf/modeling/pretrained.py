@@ -16,6 +16,7 @@ from ..configuration.configuration_frankenstein import (
     newer_note,
 )
 from ..configuration.registries import MIXERS
+from ..configuration.validation import check_special_tokens
 from .hub_bundle import auto_map, changed_since, read_card, render_card, write_bundle
 from .ops.backend import TRITON
 
@@ -194,7 +195,13 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
     # ------------------------------------------------------------------ vocabulary
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """transformers' method, applied to every table with a row per token, those inside mixers included."""
+        """transformers' method, applied to every table with a row per token, those inside mixers included.
+
+        Raises:
+            ValueError: A special token of the configuration would lie outside the vocabulary.
+        """
+        if new_num_tokens:
+            check_special_tokens(self.config, new_num_tokens)
         old = self.get_input_embeddings().num_embeddings
         embeddings = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
         new = embeddings.num_embeddings

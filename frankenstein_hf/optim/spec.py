@@ -2,14 +2,13 @@
 
 import dataclasses
 import math
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..configuration.component import ComponentSpec, Params, Registry, describe_range, param
+from ..configuration.component import ComponentSpec, Params, Registry, param
 
 NEEDS = ("nothing", "callback")
 # What a user may set per role in `groups`, where the method has it.
@@ -22,16 +21,7 @@ NONFINITE = ("skip", "raise", "take")
 
 def below_one(default: Any, doc: str, *, minimum: float = 0.0) -> Any:
     """A `param` in [minimum, 1): decay rates, or tuples of them."""
-    field = param(default, doc, minimum=minimum, maximum=1.0)
-    field.metadata = {**field.metadata, "below": 1.0}
-    return field
-
-
-def optimizer_range(field: dataclasses.Field) -> str:
-    """`describe_range`, which also knows the half-open ranges of `below_one`."""
-    if "below" in field.metadata:
-        return f"≥ {field.metadata['minimum']} and < {field.metadata['below']}"
-    return describe_range(field)
+    return param(default, doc, minimum=minimum, below=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,21 +44,10 @@ class OptimizerParams(Params):
     )
 
     def __post_init__(self) -> None:
-        hints = self.types()
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if "below" in field.metadata:
-                for number in value if isinstance(value, (list, tuple)) else [value]:
-                    if isinstance(number, (int, float)) and not field.metadata["minimum"] <= number < 1.0:
-                        raise ValueError(f"parameter '{field.name}' must be {optimizer_range(field)}, got {value!r}.")
-            items = typing.get_args(hints[field.name])
-            if typing.get_origin(hints[field.name]) is tuple and isinstance(value, (list, tuple)):
-                if Ellipsis not in items and len(value) != len(items):
-                    raise ValueError(f"parameter '{field.name}' needs {len(items)} numbers, got {value!r}.")
-                object.__setattr__(self, field.name, tuple(value))
         super().__post_init__()
-        if math.isinf(self.lr):
-            raise ValueError(f"parameter 'lr' must be finite, got {self.lr!r}.")
+        for field in dataclasses.fields(self):
+            if isinstance(value := getattr(self, field.name), list):
+                object.__setattr__(self, field.name, tuple(value))
 
     def as_dict(self) -> dict[str, Any]:
         """The values by name, as torch's parameter groups keep them."""

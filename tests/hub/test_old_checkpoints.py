@@ -108,7 +108,7 @@ def test_unknown_keys_of_a_newer_version_are_kept_and_reported(changed, tmp_path
         ({"layer_pattern": ["hyperdelta", "swa", "standard"]}, "Unknown mixer 'hyperdelta'"),
         ({"mixer_params": {"swa": {"spin": 1}}}, "'swa' has no parameter 'spin'"),
         ({"norm": "scale_norm"}, "scale_norm"),
-        ({"hidden_size": "wide"}, "'hidden_size' expected int"),
+        ({"hidden_size": "wide"}, "hidden_size must be a whole number"),
     ],
 )
 def test_what_a_newer_version_alone_can_read_is_refused_with_both_versions(values, reason, changed):

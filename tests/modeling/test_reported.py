@@ -148,7 +148,7 @@ def test_overrides_while_loading_are_checked(override, message, tmp_path):
         (dict(per_layer_config={0: {"intermediate_size": -4}}), "intermediate_size"),
         (dict(rope_parameters={"rope_type": "linear", "rope_theta": 1e4}), "factor"),
         (dict(pad_token_id=61), "pad_token_id=61 must be below vocab_size=61"),
-        (dict(rms_norm_eps=float("inf")), "positive and finite"),
+        (dict(rms_norm_eps=float("inf")), "finite number > 0"),
     ],
 )
 def test_more_values_a_config_refuses(values, message):

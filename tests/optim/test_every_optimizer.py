@@ -8,7 +8,7 @@ from torch import nn
 
 import frankenstein_hf as fhf
 from frankenstein_hf.configuration.component import describe_range
-from frankenstein_hf.optim.spec import OPTIMIZERS, optimizer_range
+from frankenstein_hf.optim.spec import OPTIMIZERS
 
 from .toy import (
     NAMES,
@@ -141,12 +141,11 @@ def test_a_closure_is_called_with_gradients_enabled_and_its_loss_returned(name):
 def test_hyperparameters_out_of_range_raise_with_the_range(name):
     spec, model = OPTIMIZERS.get(name), language_model()
     for field in spec.params.__dataclass_fields__.values():
-        low, high, choices = (field.metadata.get(key) for key in ("minimum", "maximum", "choices"))
+        low, high, below, choices = (field.metadata.get(key) for key in ("minimum", "maximum", "below", "choices"))
         wrong = []
         if low is not None:
             wrong.append(low - 1)
-        if high is not None:
-            wrong += [high + 1] + ([1.0] if "below" in field.metadata else [])
+        wrong += [limit for limit in (below, (high or 0) + 1 if high not in (None, float("inf")) else None) if limit]
         if choices:
             wrong.append("nonsense")
         for value in wrong:
@@ -158,7 +157,7 @@ def test_hyperparameters_out_of_range_raise_with_the_range(name):
                 fhf.create_optimizer(model, name, **{field.name: value})
             message = str(caught.value)
             assert field.name in message and name in message
-            expected = "Allowed" if choices else optimizer_range(field)
+            expected = "Allowed" if choices else describe_range(field)
             assert expected in message or describe_range(field) in message
     with pytest.raises(ValueError, match="has no parameter 'learning_rate'"):
         fhf.create_optimizer(model, name, learning_rate=1.0)

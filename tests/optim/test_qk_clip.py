@@ -9,8 +9,9 @@ import torch
 from transformers import DynamicCache, Trainer, TrainingArguments
 
 import frankenstein_hf as fhf
+from frankenstein_hf.configuration.component import describe_range
 from frankenstein_hf.configuration.registries import MIXERS
-from frankenstein_hf.optim.spec import OPTIMIZERS, STABILIZERS, optimizer_range
+from frankenstein_hf.optim.spec import OPTIMIZERS, STABILIZERS
 
 from ..tiny import tiny_model, tokens
 from .toy import NAMES, assert_equal_states, batches, language_model, optimizer_of, saved, step, train, trainer
@@ -315,7 +316,7 @@ def test_wrong_names_and_parameters_raise_at_once():
             assert field.metadata["doc"]
             with pytest.raises(ValueError) as caught:
                 fhf.create_optimizer(model, "adamw", stabilizers={spec.name: {field.name: -1.0}})
-            assert optimizer_range(field) in str(caught.value)
+            assert describe_range(field) in str(caught.value)
     with pytest.raises(ValueError, match="built in"):
         fhf.create_optimizer(model, "muon_clip", stabilizers=["qk_clip"])
     assert fhf.list_stabilizers() == sorted(spec.name for spec in STABILIZERS)

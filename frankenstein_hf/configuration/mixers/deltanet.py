@@ -11,7 +11,7 @@ class DeltaNetParams(Params):
     """Parameters of `deltanet`."""
 
     use_short_conv: bool = param(True, "short causal convolution with SiLU on q, k and v")
-    conv_kernel: int = param(4, "taps of the short convolution", minimum=1)
+    conv_kernel: int = param(4, "taps of the short convolution", minimum=1, maximum=1024)
     allow_negative_eigenvalues: bool = param(False, "what erases in (0, 2) instead of (0, 1)")
 
 

@@ -24,7 +24,7 @@ class FalconParams(Params):
     beta: float = param(1.0, "β when beta_mode is static", minimum=0.0, maximum=2.0)
     lambda_: float = param(0.0, "λ when lambda_mode is static; in a config its name is 'lambda'", minimum=0.0)
     short_conv: bool = param(True, "short causal convolution on q, k and v")
-    conv_kernel: int = param(4, "taps of the short convolution", minimum=1)
+    conv_kernel: int = param(4, "taps of the short convolution", minimum=1, maximum=1024)
     eps: float = param(1e-6, "ε of the step size", minimum=0.0)
     eps_gamma: float = param(1e-4, "a step keeps at least this part of the state", minimum=1e-6, maximum=1.0)
     shifted: bool = param(True, "write v_t to the previous token's key (read after write) instead of to its own")

@@ -16,6 +16,7 @@ class GatedDeltaNetParams(DeltaNetParams):
 SPECS = (
     MixerSpec(
         name="gated_deltanet",
+        aliases=("gdn",),
         family="gated",
         summary="Error-correcting fast weights with a scalar decay per head.",
         reference="Gated Delta Networks: Improving Mamba2 with Delta Rule, arXiv 2412.06464",

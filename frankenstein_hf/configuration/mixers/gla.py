@@ -13,7 +13,7 @@ class GLAParams(Params):
     gate_low_rank: int = param(16, "rank of the decay gate's projection", minimum=1)
     gate_normalizer: float = param(16.0, "c in log α = logsigmoid(W x)/c", minimum=1e-3)
     use_short_conv: bool = param(False, "short causal convolution on q, k and v")
-    conv_kernel: int = param(4, "taps of the short convolution", minimum=1)
+    conv_kernel: int = param(4, "taps of the short convolution", minimum=1, maximum=1024)
 
 
 def _state_floats(params: GLAParams, config: Any) -> int:
@@ -25,6 +25,7 @@ def _state_floats(params: GLAParams, config: Any) -> int:
 SPECS = (
     MixerSpec(
         name="gla",
+        aliases=("gated_linear_attention",),
         family="gated",
         summary="Linear attention with a data-dependent decay per key channel.",
         reference="Gated Linear Attention Transformers with Hardware-Efficient Training, arXiv 2312.06635",

@@ -29,6 +29,7 @@ def _state_floats(params: HGRN2Params, config: Any) -> int:
 SPECS = (
     MixerSpec(
         name="hgrn2",
+        aliases=("hgrn",),
         family="gated",
         summary="Gated linear recurrence with outer-product states; forget gates bounded from below, more so in depth.",
         reference="HGRN2: Gated Linear RNNs with State Expansion, arXiv 2404.07904",

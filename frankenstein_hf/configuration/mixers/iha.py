@@ -15,7 +15,10 @@ class IHAParams(Params):
         None, "pseudo-heads P of each head, whose outputs are averaged; as many as heads by default", minimum=1
     )
     init_noise: float = param(
-        0.02, "spread of the mixtures around each head itself at first; without any they would stay alike", minimum=0.0
+        0.02,
+        "spread of the mixtures around each head itself at first; without any they would stay alike",
+        minimum=0.0,
+        maximum=10.0,
     )
 
     def resolve(self, config: Any, explicit: frozenset[str]) -> Self:

@@ -24,6 +24,7 @@ class KDAParams(DeltaNetParams):
 SPECS = (
     MixerSpec(
         name="kda",
+        aliases=("kimi_delta_attention", "kimi_linear"),
         family="gated",
         summary="Kimi Delta Attention: the delta rule with a data-dependent decay per key channel.",
         reference="Kimi Linear: An Expressive, Efficient Attention Architecture, arXiv 2510.26692",

@@ -79,6 +79,7 @@ SPECS = (
         cache=frozenset({"latent"}),
         token_size=_kpa_floats,
         native_mask=True,
+        rotary_width=lambda params, config: params.d2,
         small_params={"h1": 1, "query_rank": 3},
     ),
     MixerSpec(

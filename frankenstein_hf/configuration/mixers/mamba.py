@@ -11,7 +11,7 @@ class MambaParams(Params):
     """Parameters of `mamba`."""
 
     state_size: int = param(16, "N, state channels per inner channel", minimum=1)
-    conv_kernel: int = param(4, "taps of the short convolution", minimum=1)
+    conv_kernel: int = param(4, "taps of the short convolution", minimum=1, maximum=1024)
     expand: int = param(2, "inner width in units of hidden_size", minimum=1)
     time_step_rank: int | None = param(None, "rank of Δ's projection; hidden_size/16 rounded up by default", minimum=1)
     time_step_min: float = param(0.001, "smallest initial Δ", minimum=1e-8)
@@ -31,6 +31,7 @@ def _state_floats(params: MambaParams, config: Any) -> int:
 SPECS = (
     MixerSpec(
         name="mamba",
+        aliases=("ssm", "mamba1", "s6"),
         family="recurrent",
         summary="Selective state-space model with input-dependent step, input and output maps.",
         reference="Mamba: Linear-Time Sequence Modeling with Selective State Spaces, arXiv 2312.00752",

@@ -29,6 +29,7 @@ SPECS = (
         cache=frozenset({"latent"}),
         token_size=_cached_floats,
         native_mask=True,
+        rotary_width=lambda params, config: params.factor_rank,
         small_params={"factor_rank": 6, "key_reuse": True},
     ),
 )

@@ -112,6 +112,7 @@ def _spec(name: str, summary: str, reference: str, params: type[LatentParams], s
         cache=frozenset({"latent"}),
         token_size=_cached_floats,
         native_mask=True,
+        rotary_width=lambda params, config: params.rope_head_dim or config.head_dim,
         small_params=small,
     )
 

@@ -21,6 +21,7 @@ def _state_floats(params: RetNetParams, config: Any) -> int:
 SPECS = (
     MixerSpec(
         name="retnet",
+        aliases=("retention",),
         family="recurrent",
         summary="Multi-scale retention: linear attention with a fixed decay per head.",
         reference="Retentive Network: A Successor to Transformer for Large Language Models, arXiv 2307.08621",

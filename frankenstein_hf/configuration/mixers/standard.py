@@ -41,6 +41,7 @@ def kv_floats(params: Any, config: Any) -> int:
 SPECS = (
     MixerSpec(
         name="standard",
+        aliases=("attention", "full_attention", "softmax", "softmax_attention", "self_attention", "mha", "transformer"),
         family="dense",
         summary="Softmax multi-head attention.",
         reference="Attention Is All You Need, arXiv 1706.03762",
@@ -54,6 +55,7 @@ SPECS = (
     ),
     MixerSpec(
         name="gqa",
+        aliases=("grouped_query_attention", "mqa"),
         family="dense",
         summary="Softmax attention whose query heads share key/value heads in groups.",
         reference="GQA: Training Generalized Multi-Query Transformer Models, arXiv 2305.13245",

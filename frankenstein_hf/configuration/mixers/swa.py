@@ -38,6 +38,14 @@ def _ring_floats(params: SWAParams, config: Any) -> int:
 SPECS = (
     MixerSpec(
         name="swa",
+        aliases=(
+            "sliding_window",
+            "sliding_window_attention",
+            "sliding_attention",
+            "local",
+            "local_attention",
+            "window_attention",
+        ),
         family="sparse",
         summary="Sliding-window softmax attention with attention sinks.",
         reference="Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453",

@@ -57,6 +57,7 @@ def _state_floats(params: TitanParams, config: Any) -> int:
 SPECS = (
     MixerSpec(
         name="titan",
+        aliases=("titans",),
         family="memory",
         summary="Windowed attention plus a memory trained at test time by gradient descent with momentum.",
         reference="Titans: Learning to Memorize at Test Time, arXiv 2501.00663",

@@ -44,7 +44,7 @@ def window_mask(i: Tensor, j: Tensor, real: Tensor, *, left: int, right: int, s:
 class SlidingWindowAttention(RowMixer):
     """Attention to the first s tokens and to the last w − s (arXiv 2309.17453); an encoder looks (w − s)/2 either way.
 
-    Decoding keeps the sinks and a ring of w − s keys and values: constant memory.
+    Decoding keeps the sinks and a ring of at most w − s keys and values: constant memory.
     """
 
     def __init__(self, config: Any, layer_idx: int) -> None:
@@ -73,7 +73,7 @@ class SlidingWindowAttention(RowMixer):
             output, weights = self.attend_to_past(q, k, v, states, rows)
         if layer is not None:
             inputs = {"key": k.transpose(1, 2), "value": v.transpose(1, 2)}
-            states = self.advance(inputs, states or {}, rows.lengths)
+            states = self.sized(self.advance(inputs, states or {}, rows.lengths), layer)
             layer.write(states, inputs, rows.context.keep, rows.context.all_real)
         return self.o_proj(merge_heads(output)), LayerExtras(weights, max_logits=self.max_logits(q, k, rows))
 
@@ -121,21 +121,33 @@ class SlidingWindowAttention(RowMixer):
     # ------------------------------------------------------------------ decoding
 
     def advance(self, inputs: States, states: States, lengths: Tensor | None) -> States:
-        """Sinks [R, s, G, W] and ring [R, w − s, G, W] after new keys and values [R, L, G, W]; `seen` [R] counts."""
+        """Sinks [R, s, G, W] and ring [R, w − s, G, W] after new keys and values [R, L, G, W]; `seen` [R] counts.
+
+        Both are only as long as the tokens seen so far need. The ring's last place is the newest token's.
+        """
         key = inputs["key"]
         R, L = key.shape[:2]
-        s, size = self.params.num_sinks, self.params.reach
         seen = states["seen"] if states else torch.zeros(R, dtype=torch.long, device=key.device)
-        places = torch.arange(s, device=key.device)
-        source = torch.where(places < seen[:, None], places, (s + places - seen[:, None]).clamp(0, s + L - 1))
         kept: States = {"seen": seen + (L if lengths is None else lengths)}
         for name, new in inputs.items():
-            sinks = states.get(f"sink_{name}", new.new_zeros(R, s, *new.shape[2:]))
-            ring = states.get(name, new.new_zeros(R, size, *new.shape[2:]))
+            empty = new[:, :0]
+            sinks, ring = states.get(f"sink_{name}", empty), states.get(name, empty)
+            sinks = _padded(sinks, min(self.params.num_sinks, sinks.shape[1] + L), front=False)
+            places = torch.arange(s := sinks.shape[1], device=key.device)
+            source = torch.where(places < seen[:, None], places, (s + places - seen[:, None]).clamp(0, s + L - 1))
             index = source[:, :, None, None].expand(-1, -1, *new.shape[2:])
             kept[f"sink_{name}"] = torch.cat([sinks, new], dim=1).gather(1, index)
-            kept[name] = last_real(ring, new, lengths)
+            kept[name] = last_real(_padded(ring, min(self.params.reach, ring.shape[1] + L)), new, lengths)
         return kept
+
+    def sized(self, states: States, layer: MixerStateLayer) -> States:
+        """States as the cache keeps them: of one length throughout where it has fixed places, else as they are."""
+        if layer.num_places is None:
+            return states
+        s, size = (min(n, layer.num_places) for n in (self.params.num_sinks, self.params.reach))
+        fixed = {name: _padded(states[name], size)[:, -size:] for name in ("key", "value")}
+        fixed |= {f"sink_{name}": _padded(states[f"sink_{name}"], s, front=False)[:, :s] for name in ("key", "value")}
+        return states | fixed
 
     def attend_to_past(
         self, q: Tensor, k: Tensor, v: Tensor, states: States, rows: Rows
@@ -164,7 +176,7 @@ class SlidingWindowAttention(RowMixer):
         self, k: Tensor, v: Tensor, states: States, lengths: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values [R, G, w + L, W] and the mask [R, 1, L, w + L]."""
-        s, size, L = self.params.num_sinks, self.params.reach, k.shape[2]
+        s, size, L = states["sink_key"].shape[1], states["key"].shape[1], k.shape[2]
         seen = states["seen"][:, None]
         device = k.device
         ring = seen - size + torch.arange(size, device=device)
@@ -174,9 +186,15 @@ class SlidingWindowAttention(RowMixer):
         real_new = torch.ones_like(new, dtype=torch.bool) if lengths is None else new - seen < lengths[:, None]
         # a sink still inside the ring must not count twice
         real = torch.cat([sinks < seen - size, ring >= 0, real_new], dim=1)
-        mask = window_mask(new, j, real, **self.window(True), s=s, is_causal=True)
+        mask = window_mask(new, j, real, **self.window(True), s=self.params.num_sinks, is_causal=True)
         key, value = (
             torch.cat([states[f"sink_{name}"], states[name], y.transpose(1, 2)], dim=1).transpose(1, 2)
             for name, y in (("key", k), ("value", v))
         )
         return key, value, mask
+
+
+def _padded(x: Tensor, size: int, front: bool = True) -> Tensor:
+    """`x` [R, P, G, W] with zeros before or behind it, at least `size` long."""
+    missing = size - x.shape[1]
+    return nn.functional.pad(x, (0, 0, 0, 0, missing, 0) if front else (0, 0, 0, 0, 0, missing)) if missing > 0 else x

@@ -96,7 +96,7 @@ class Titan(SlidingWindowAttention):
             gate = None if self.g_proj is None else self.g_proj(x)
             output = output + self.norm(readout.to(x.dtype), gate)
         if layer is not None:
-            states = self._advance_ring(inputs, states, rows.lengths) | memory
+            states = self.sized(self._advance_ring(inputs, states, rows.lengths), layer) | memory
             layer.write(states, inputs, rows.context.keep, rows.context.all_real)
         return self.o_proj(output), LayerExtras(weights, max_logits=self.max_logits(q, k, rows))
 
