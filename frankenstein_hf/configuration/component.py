@@ -146,7 +146,7 @@ class MixerSpec(ComponentSpec):
         causal, bidirectional: Modes it supports.
         cache: Slots its decode state consists of (subset of kv, latent, ring, state, tail, index); empty = no cache.
         state_size: `(params, config) -> floats` one sequence keeps in its constant-size slots (a ring counts as full).
-        token_size: `(params, config) -> floats` one token adds to the growing slots.
+        token_size: `(params, config) -> floats` one token adds to the growing slots, on average.
         needs_input_ids: Token ids must be given (not only embeddings).
         takes_residual: Receives the residual stream instead of the normed input, and norms it itself (`Mixer.normed`).
         logits: Of the projections `q_proj` and `k_proj`, whose heads' dot products are the attention scores, those an
@@ -165,7 +165,7 @@ class MixerSpec(ComponentSpec):
     bidirectional: bool = True
     cache: frozenset[str] = frozenset()
     state_size: Callable[[Any, Any], int] = lambda params, config: 0
-    token_size: Callable[[Any, Any], int] = lambda params, config: 0
+    token_size: Callable[[Any, Any], float] = lambda params, config: 0
     needs_input_ids: bool = False
     takes_residual: bool = False
     logits: tuple[str, ...] = ()

@@ -363,7 +363,7 @@ def run_with_selections(model, x):
 
     mixer.select = recording
     try:
-        return model(x).logits, selected[0]
+        return model(x).logits, torch.cat(selected) if selected else None
     finally:
         del mixer.select
 

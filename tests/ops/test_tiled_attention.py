@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from frankenstein_hf.modeling.ops.block_selection import top_blocks
 from frankenstein_hf.modeling.ops.patterns import (
     BigBirdPattern,
     FixedPattern,
@@ -10,7 +11,7 @@ from frankenstein_hf.modeling.ops.patterns import (
     WindowPattern,
     pattern_attention,
 )
-from frankenstein_hf.modeling.ops.tiled_attention import Tile, selected_block_attention, tiled_attention, top_blocks
+from frankenstein_hf.modeling.ops.tiled_attention import Tile, selected_block_attention, tiled_attention
 
 
 def dense(q, k, v, mask):

@@ -10,63 +10,13 @@ from torch import Tensor, nn
 
 from ..context import SequenceContext
 from ..extras import LayerExtras
-from ..ops.numerics import at_least_fp32, full_precision
-from ..ops.scored_attention import eager_attention
-from ..ops.tiled_attention import selected_block_attention, top_blocks
+from ..ops.block_selection import block_scores, choose_blocks, eager_selected_blocks
+from ..ops.numerics import at_least_fp32
+from ..ops.tiled_attention import selected_block_attention
 from .base import split_heads
 from .sparse_attention import Call, SparseAttention, Streams
 
-
-@full_precision
-def eager_msa(
-    q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, C: int, offset: int, is_causal: bool, dropout: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """o_t = softmax(q_t K_ℐᵀ / √W) V_ℐ over the keys of the blocks ℐ_t = `chosen` [R, G, L, N]; and the weights."""
-    L, S = q.shape[2], k.shape[2]
-    mask = chosen.repeat_interleave(C, dim=-1)[..., :S].repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    if is_causal:
-        mask = mask & torch.ones(L, S, dtype=torch.bool, device=q.device).tril(offset)
-    return eager_attention(q, k, v, mask, dropout=dropout)
-
-
-@full_precision
-def block_scores(index_query: Tensor, index_key: Tensor, C: int, offset: int, is_causal: bool) -> Tensor:
-    """s_{t,b} = q_t · r_b, r_b the mean of the block's index keys; of a decoder's own block, of those up to t.
-
-    Args:
-        index_query: [R, G, L, I].
-        index_key: [R, 1, S, I].
-        C: Keys of a block.
-        offset: Position of query 0.
-        is_causal: Whether later keys of the own block are invisible.
-
-    Returns:
-        [R, G, L, N], at least fp32. What stands behind a decoder's own block is meaningless.
-    """
-    q, k = at_least_fp32(index_query), at_least_fp32(index_key)
-    (R, _, S, I), L = k.shape, q.shape[2]
-    N = -(-S // C)
-    blocks = nn.functional.pad(k, (0, 0, 0, N * C - S)).view(R, 1, N, C, I)
-    size = (S - C * torch.arange(N, device=k.device)).clamp_max(C).to(k.dtype)
-    scores = q @ (blocks.sum(-2) / size[:, None]).mT
-    if is_causal:
-        so_far = blocks.cumsum(-2) / torch.arange(1, C + 1, device=k.device, dtype=k.dtype)[:, None]
-        so_far = so_far.view(R, 1, N * C, I)[:, :, offset : offset + L]
-        own = (offset + torch.arange(L, device=k.device)) // C
-        is_own = torch.arange(N, device=k.device) == own[:, None]
-        scores = torch.where(is_own, (q * so_far).sum(-1, keepdim=True), scores)
-    return scores
-
-
-def choose_blocks(scores: Tensor, number: int, C: int, offset: int, is_causal: bool) -> Tensor:
-    """ℐ_t: the own block and the `number` − 1 best others; in a decoder among those complete before it.
-
-    Scores [R, G, L, N] -> bool of the same shape.
-    """
-    L, N = scores.shape[-2:]
-    own = ((offset + torch.arange(L, device=scores.device)) // C)[:, None]
-    b = torch.arange(N, device=scores.device)
-    return top_blocks(scores, number - 1, b < own if is_causal else b != own) | (b == own)
+eager_msa = eager_selected_blocks  # o_t = softmax(q_t K_ℐᵀ / √W) V_ℐ over the keys of the chosen blocks ℐ_t
 
 
 class MiniMaxSparseAttention(SparseAttention):

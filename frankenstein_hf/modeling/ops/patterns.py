@@ -220,7 +220,7 @@ class BigBirdPattern(Pattern):
         blocks = self._random(offset + start, offset + stop - 1, S, is_causal, device)
         links = (blocks[..., None] * b + torch.arange(b, device=device)).flatten(1)  # [query blocks, e]
         missing = ((links < 0) | (links >= S)).repeat_interleave(n // len(links), dim=0)
-        assert tile.hidden is not None
+        assert isinstance(tile.hidden, Tensor)
         hidden = torch.cat([tile.hidden, missing], dim=1)
         return tile._replace(queries=slice(start, stop), hidden=hidden, links=links.clamp(0, S - 1))
 
@@ -273,7 +273,7 @@ class FixedPattern(Pattern):
 
 def _without(tile: Tile, rows: list[int]) -> Iterator[Tile]:
     """The tile without some of its queries."""
-    assert isinstance(tile.queries, slice) and tile.hidden is not None
+    assert isinstance(tile.queries, slice) and isinstance(tile.hidden, Tensor)
     members = range(tile.queries.start, tile.queries.stop, tile.queries.step or 1)
     inside = [members.index(row) for row in rows if row in members]
     if not inside:

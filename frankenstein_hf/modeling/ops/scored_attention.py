@@ -67,6 +67,25 @@ def masked_softmax(scores: Tensor, mask: Tensor | None = None, *, is_causal: boo
     return weights
 
 
+def dense_rows(
+    query: Tensor, key: Tensor, value: Tensor, offset: int, is_causal: bool, eager: bool = False,
+    scale: float | None = None, dropout: float = 0.0,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Attention of the queries at the positions offset … offset + T − 1 to all keys [B, G, S, K], or to those before.
+
+    Returns:
+        Output [B, H, T, V], and the weights if `eager`.
+    """
+    T, S = query.shape[2], key.shape[2]
+    mask = None
+    if is_causal and not (offset == 0 and T == S) and (T > 1 or offset + 1 < S):
+        mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(offset)
+    flag = is_causal and mask is None and T > 1
+    if eager:
+        return eager_attention(query, key, value, mask, is_causal=flag, scale=scale, dropout=dropout)
+    return scored_attention(query, key, value, mask, is_causal=flag, scale=scale, dropout=dropout), None
+
+
 def scored_attention(
     query: Tensor,
     key: Tensor,

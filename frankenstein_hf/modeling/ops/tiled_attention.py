@@ -8,7 +8,7 @@ the union of what it sees in them. Sparse patterns and selections differ only in
 the scores of a tile once more, so that nothing but the output and the log of each softmax's denominator is kept.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from .numerics import LOG_TINY, at_least_fp32, full_precision, untraced
 
 Places = slice | Tensor
+FAR = 60.0  # weights up to e^60 beside others near one lose nothing in fp32
 
 
 class Tile(NamedTuple):
@@ -25,17 +26,17 @@ class Tile(NamedTuple):
     Attributes:
         queries: Places along T, a slice or distinct indices.
         keys: Places along S, a slice or distinct indices.
-        hidden: Bool, True where a query does not see a key: [n', m], about the first n' ≤ n queries only. A pair may be
-            visible in one tile at most.
-        head: The one of the P heads the tile is about; None: all of them.
+        hidden: Bool, True where a query does not see a key: [n', m], about the first n' ≤ n queries only; or a function
+            that returns it whenever it is needed. A pair may be visible in one tile at most.
+        head: The one of the P heads the tile is about, or some of them; None: all.
         links: [blocks, e] places of further keys, of which every n/blocks consecutive queries meet e. `hidden` is then
             [n, m + e].
     """
 
     queries: Places
     keys: Places
-    hidden: Tensor | None = None
-    head: int | None = None
+    hidden: Tensor | Callable[[], Tensor] | None = None
+    head: int | slice | None = None
     links: Tensor | None = None
 
 
@@ -89,38 +90,56 @@ def _attend(
     q = (query * scale).view(B, G, H // G, T, D).transpose(2, 3).reshape(B * G, T, H // G, D)
     q, k, v = (at_least_fp32(x).contiguous() for x in (q, key.flatten(0, 1), value.flatten(0, 1)))
     seed = int(torch.randint(2**62, ())) if dropout else 0
-    masks = [
-        None if t.hidden is None else q.new_zeros(t.hidden.shape).masked_fill_(t.hidden, -torch.inf) for t in tiles
-    ]
-    out = function.apply(q, k, v, tiles, masks, dropout, seed)
+    out = function.apply(q, k, v, [tile._replace(hidden=_mask_of(tile, q)) for tile in tiles], dropout, seed)
     out, *masses = out if isinstance(out, tuple) else (out,)
     out = out.view(B, G, T, H // G, -1).transpose(2, 3).reshape(B, H, T, -1)
     return out.to(query.dtype), masses
 
 
-def _take(x: Tensor, places: Places, head: int | None) -> Tensor:
-    """x [P, T, …] -> [P or 1, n, …]; a view for slices."""
-    x = x if head is None else x[head : head + 1]
+def _mask_of(tile: Tile, like: Tensor) -> Any:
+    """What is hidden as zeros and -inf to add to the scores, or as a function that returns such a mask."""
+    hidden = tile.hidden
+    if hidden is None:
+        return None
+    if callable(hidden):
+        return lambda: _additive(hidden(), like)
+    return _additive(hidden, like)
+
+
+def _additive(hidden: Tensor, like: Tensor) -> Tensor:
+    return like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+
+
+def _of(x: Tensor, head: int | slice | None) -> Tensor:
+    """The part of x [P, …] that a tile is about."""
+    if head is None:
+        return x
+    return x[head : head + 1] if isinstance(head, int) else x[head]
+
+
+def _take(x: Tensor, places: Places, head: int | slice | None) -> Tensor:
+    """x [P, T, …] -> [p, n, …]; a view for slices."""
+    x = _of(x, head)
     return x[:, places] if isinstance(places, slice) else x.index_select(1, places)
 
 
-def _put(x: Tensor, places: Places, head: int | None, new: Tensor) -> None:
-    x = x if head is None else x[head : head + 1]
+def _put(x: Tensor, places: Places, head: int | slice | None, new: Tensor) -> None:
+    x = _of(x, head)
     if isinstance(places, slice):
         x[:, places] = new
     else:
         x.index_copy_(1, places, new)
 
 
-def _add(x: Tensor, places: Places, head: int | None, new: Tensor) -> None:
-    x = x if head is None else x[head : head + 1]
+def _add(x: Tensor, places: Places, head: int | slice | None, new: Tensor) -> None:
+    x = _of(x, head)
     if isinstance(places, slice):
         x[:, places] += new
     else:
         x.index_add_(1, places, new)
 
 
-def _mask(scores: Tensor, mask: Tensor | None) -> None:
+def _mask(scores: Tensor, mask: Any) -> None:
     """Add a mask [n', m] of zeros and -inf to `scores` [p, n, N, m] in place; ten times as fast as filling."""
     if mask is not None:
         scores[:, : mask.shape[0]].add_(mask.unsqueeze(-2))
@@ -141,13 +160,12 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], masks: list[Tensor | None], dropout: float,
-        seed: int,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], dropout: float, seed: int,
     ) -> Tensor:  # fmt: skip
         o = q.new_zeros(*q.shape[:3], v.shape[-1])
-        for number, (tile, mask) in enumerate(zip(tiles, masks)):
+        for number, tile in enumerate(tiles):
             q_t, k_t, v_t = _take(q, tile.queries, None), _take(k, tile.keys, None), _take(v, tile.keys, None)
-            w = _Once.weights(q_t, k_t, k, tile, mask)
+            w = _Once.weights(q_t, k_t, k, tile)
             if dropout:
                 w *= _kept(w, dropout, seed, number)
             P, n, N, _ = q_t.shape
@@ -160,11 +178,11 @@ class _Once(torch.autograd.Function):
                 new += torch.bmm(w[..., m:].reshape(P * blocks, -1, e), linked).view(new.shape)
             _put(o, tile.queries, None, new.view(P, n, N, -1))
         ctx.save_for_backward(q, k, v, o)
-        ctx.rest = tiles, masks, dropout, seed
+        ctx.rest = tiles, dropout, seed
         return o
 
     @staticmethod
-    def weights(q_t: Tensor, k_t: Tensor, k: Tensor, tile: Tile, mask: Tensor | None) -> Tensor:
+    def weights(q_t: Tensor, k_t: Tensor, k: Tensor, tile: Tile) -> Tensor:
         """Softmax [P, n, N, m + e] of one tile."""
         P, n, N, D = q_t.shape
         s = torch.bmm(q_t.reshape(P, n * N, D), k_t.mT)
@@ -173,7 +191,7 @@ class _Once(torch.autograd.Function):
             linked = k.index_select(1, tile.links.flatten()).view(P * blocks, e, D)
             s = torch.cat([s, torch.bmm(q_t.reshape(P * blocks, -1, D), linked.mT).view(P, n * N, e)], dim=-1)
         s = s.view(P, n, N, -1)
-        _mask(s, mask)
+        _mask(s, tile.hidden)
         return s.softmax(-1)
 
     @staticmethod
@@ -183,12 +201,12 @@ class _Once(torch.autograd.Function):
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         do = do.contiguous()
         delta = (do * o).sum(-1, keepdim=True)
-        tiles, masks, dropout, seed = ctx.rest
-        for number, (tile, mask) in enumerate(zip(tiles, masks)):
+        tiles, dropout, seed = ctx.rest
+        for number, tile in enumerate(tiles):
             q_t, k_t, v_t = _take(q, tile.queries, None), _take(k, tile.keys, None), _take(v, tile.keys, None)
             P, n, N, _ = q_t.shape
             m = k_t.shape[1]
-            w = _Once.weights(q_t, k_t, k, tile, mask).view(P, n * N, -1)
+            w = _Once.weights(q_t, k_t, k, tile).view(P, n * N, -1)
             q_t = q_t.reshape(P, n * N, -1)
             do_t = _take(do, tile.queries, None).reshape(P, n * N, -1)
             dw = torch.bmm(do_t, v_t.mT)
@@ -224,15 +242,15 @@ class _Union(torch.autograd.Function):
 
     @classmethod
     def forward(
-        cls, ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], masks: list[Tensor | None],
-        dropout: float, seed: int,
+        cls, ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], dropout: float, seed: int,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         P, T, N, _ = q.shape
         o = q.new_zeros(P, T, N, v.shape[-1])
         largest = q.new_full((P, T, N, 1), -torch.inf)
         total = q.new_zeros(P, T, N, 1)
         tile_lse = []
-        for number, ((queries, keys, _, head, _), mask) in enumerate(zip(tiles, masks)):
+        for number, (queries, keys, hidden, head, _) in enumerate(tiles):
+            mask: Any = hidden() if callable(hidden) else hidden
             q_t, k_t, v_t = _take(q, queries, head), _take(k, keys, head), _take(v, keys, head)
             p, n, m = q_t.shape[0], q_t.shape[1], k_t.shape[1]
             q_t = q_t.reshape(p, n * N, -1)
@@ -242,8 +260,10 @@ class _Union(torch.autograd.Function):
             every[..., m:] = -torch.inf
             s = every[:, : n * N].view(p, n, N, -1)
             _mask(s[..., :m], mask)
-            before = _take(largest, queries, head)
-            now = torch.maximum(before, s.amax(-1, keepdim=True))
+            # a query's weights refer to the largest score of its first tile, or one far beyond it
+            before, now = _take(largest, queries, head), s.amax(-1, keepdim=True)
+            grows = (now > before + FAR) & (before > -torch.inf)
+            now = torch.where(grows | (before == -torch.inf), now, before)
             reference = now.masked_fill(now == -torch.inf, 0)
             _exp_(s.sub_(reference), mask, m)
             mass = s.sum(-1, keepdim=True)
@@ -251,10 +271,14 @@ class _Union(torch.autograd.Function):
                 tile_lse.append(reference + mass.log())
             if dropout:
                 s[..., :m] *= _kept(s[..., :m], dropout, seed, number)
-            shrink = (before - reference).exp_()
             new = torch.bmm(every, v_t)[:, : n * N].view(p, n, N, -1)
-            _put(o, queries, head, new.addcmul_(_take(o, queries, head), shrink))
-            _put(total, queries, head, mass.addcmul_(_take(total, queries, head), shrink))
+            if bool(grows.any()):
+                shrink = (before - reference).clamp_max_(0.0).exp_()  # exactly one where nothing grows
+                shrink.masked_fill_(before == -torch.inf, 0.0)
+                _put(o, queries, head, _take(o, queries, head) * shrink)
+                _put(total, queries, head, _take(total, queries, head) * shrink)
+            _add(o, queries, head, new)
+            _add(total, queries, head, mass)
             _put(largest, queries, head, now)
         total.masked_fill_(total == 0, 1)
         o /= total
@@ -263,7 +287,7 @@ class _Union(torch.autograd.Function):
             (part - _take(lse, tile.queries, tile.head)).exp_().squeeze(-1) for part, tile in zip(tile_lse, tiles)
         ]
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.rest = tiles, masks, dropout, seed
+        ctx.rest = tiles, dropout, seed
         ctx.mark_non_differentiable(*masses)
         return o, *masses
 
@@ -274,8 +298,9 @@ class _Union(torch.autograd.Function):
         N, do = q.shape[2], do.contiguous()
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         delta = (do * o).sum(-1, keepdim=True)
-        tiles, masks, dropout, seed = ctx.rest
-        for number, ((queries, keys, _, head, _), mask) in enumerate(zip(tiles, masks)):
+        tiles, dropout, seed = ctx.rest
+        for number, (queries, keys, hidden, head, _) in enumerate(tiles):
+            mask: Any = hidden() if callable(hidden) else hidden
             q_t, k_t, v_t = _take(q, queries, head), _take(k, keys, head), _take(v, keys, head)
             p, n, m = q_t.shape[0], q_t.shape[1], k_t.shape[1]
             do_t = _take(do, queries, head).reshape(p, n * N, -1)
@@ -319,7 +344,7 @@ def _exp_(scores: Tensor, mask: Tensor | None, m: int) -> None:
 
 
 def selected_tiles(
-    chosen: Tensor, block_size: int, num_keys: int, *, offset: int, is_causal: bool, most_queries: int = 1024
+    chosen: Tensor, block_size: int, num_keys: int, *, offset: int, is_causal: bool, most_queries: int = 2048
 ) -> list[Tile]:
     """Tiles of queries that each chose some blocks of keys, grouped by key block.
 
@@ -333,12 +358,13 @@ def selected_tiles(
     """
     T, blocks = chosen.shape[1:]
     device = chosen.device
-    by_block = chosen.transpose(1, 2)
-    queries = by_block.nonzero()[:, 2]  # sorted by head, block, query
-    counts = by_block.sum(-1).flatten().tolist()
+    by_block = chosen.transpose(1, 2).contiguous()
+    head_of, block_of, queries = by_block.nonzero().unbind(1)  # sorted
     places = offset + torch.arange(T, device=device)
-    ends = (torch.arange(1, blocks + 1, device=device) * block_size).clamp_max(num_keys)
-    own = (by_block & (places < ends[:, None])).sum(-1).flatten().tolist()  # the first of a group, as it is sorted
+    group = head_of * blocks + block_of
+    counts = torch.bincount(group, minlength=by_block.shape[0] * blocks).tolist()
+    own_ones = group[offset + queries < (block_of + 1) * block_size]  # the first of their group
+    own = torch.bincount(own_ones, minlength=len(counts)).tolist()
     tiles, start = [], 0
     for number, (count, inside) in enumerate(zip(counts, own)):
         head, block = divmod(number, blocks)
@@ -382,6 +408,8 @@ def selected_block_attention(
     heads = chosen.shape[1]
     if heads != key.shape[1]:
         key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
+    if chosen.shape[2] == 1 and not want_masses:
+        return _one_query(query, key, value, chosen, block_size, offset, is_causal, scale, dropout), None
     tiles = selected_tiles(chosen.flatten(0, 1), block_size, key.shape[2], offset=offset, is_causal=is_causal)
     if not want_masses:
         return tiled_attention(query, key, value, tiles, scale=scale, dropout=dropout), None
@@ -392,22 +420,21 @@ def selected_block_attention(
     return out, masses.transpose(2, 3)
 
 
-@torch.no_grad()
-def top_blocks(scores: Tensor, number: int, allowed: Tensor) -> Tensor:
-    """The `number` best of the allowed blocks, ties to the lowest index.
-
-    Args:
-        scores: [..., blocks].
-        number: How many at most, ≥ 0.
-        allowed: Bool, broadcastable to `scores`.
-
-    Returns:
-        [..., blocks] bool.
-    """
-    scores = scores.double()  # fine enough that a tie can be broken below the last bit of fp32
-    rank = torch.arange(scores.shape[-1], device=scores.device)
-    scores = scores - rank * (scores.abs() * 2.0**-45 + 1e-300)
-    scores = scores.masked_fill(~allowed, -torch.inf)
-    number = min(number, scores.shape[-1])
-    best = scores.topk(number, dim=-1, sorted=False).indices
-    return torch.zeros(scores.shape, dtype=torch.bool, device=scores.device).scatter_(-1, best, True) & allowed
+def _one_query(
+    query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, C: int, offset: int, is_causal: bool,
+    scale: float | None, dropout: float,
+) -> Tensor:  # fmt: skip
+    """A decoding step: gather the chosen blocks [B, G, 1, N]."""
+    (B, H, _, D), (G, S) = query.shape, key.shape[1:3]
+    counts = chosen.squeeze(2).sum(-1)
+    blocks = chosen.squeeze(2).to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices
+    blocks = blocks[..., : int(counts.max())]
+    places = (blocks[..., None] * C + torch.arange(C, device=key.device)).flatten(2)  # [B, G, keys]
+    real = torch.arange(blocks.shape[-1], device=key.device) < counts[..., None]
+    seen = real.repeat_interleave(C, dim=-1) & (places <= (offset if is_causal else S - 1))
+    index = places.clamp_max(S - 1)[..., None]
+    key, value = (x.gather(2, index.expand(-1, -1, -1, x.shape[-1])) for x in (key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query.view(B, G, H // G, D), key, value, seen[:, :, None], dropout, scale=scale
+    )
+    return out.view(B, H, 1, -1)
