@@ -96,7 +96,7 @@ def layer_caches(config: Any) -> tuple[LayerCache, ...]:
                     spec.name,
                     spec.state_size(params, sizes),
                     spec.token_size(params, sizes),
-                    standard.token_size(None, sizes),
+                    int(standard.token_size(None, sizes)),
                 )
             )
     return tuple(caches)

@@ -79,7 +79,7 @@ SPECS = (
         reference="FASA: Frequency-aware Sparse Attention, arXiv 2602.03152",
         params=FASAParams,
         implementation="mixers.fasa:FrequencyAwareAttention",
-        small_params={"num_tip": 1, "num_fac": 6},
+        small_params={"num_tip": 1, "num_fac": 10},
         reach=lambda params: 1,
         **COMMON,
     ),

@@ -50,15 +50,22 @@ def sparsek_threshold(u: Tensor, seen: Tensor, k: int) -> Tensor:
             inside = (slope > 0) & (step > left) & (step < right)
             τ = torch.where(done, τ, torch.where(inside, step, (left + right) / 2))
         d = v - τ
-        active, full = (d > 0) & (d < 1), (d >= 1).sum(-1, keepdim=True)
+        least_weight = _least_weight(u)
+        active, is_full = (d > least_weight) & (d < 1 - least_weight), d >= 1 - least_weight
+        full = is_full.sum(-1, keepdim=True)
         count = active.sum(-1, keepdim=True)
         # with all weights zero or one, τ may be anywhere between: in the middle no weight is about to change
-        lowest, highest = v.masked_fill(d < 1, torch.inf), v.masked_fill(d > 0, -torch.inf)
+        lowest, highest = v.masked_fill(~is_full, torch.inf), v.masked_fill(d > least_weight, -torch.inf)
         middle = (lowest.amin(-1, keepdim=True) - 1 + highest.amax(-1, keepdim=True).clamp_min(-1e30)) / 2
         least = u.masked_fill(~seen, torch.inf).amin(-1, keepdim=True) - 2
     exact = (u.masked_fill(~active, 0.0).sum(-1, keepdim=True) + full - k) / count.clamp_min(1)
     τ = torch.where(count > 0, exact, middle)
     return torch.where(few, least.masked_fill(least == torch.inf, 0.0), τ)
+
+
+def _least_weight(u: Tensor) -> float:
+    """Below this a weight is a rounding error."""
+    return 256 * torch.finfo(u.dtype).eps
 
 
 def eager_sparsek(q: Tensor, k: Tensor, v: Tensor, u: Tensor, seen: Tensor, budget: int) -> tuple[Tensor, Tensor]:
@@ -76,6 +83,7 @@ def eager_sparsek(q: Tensor, k: Tensor, v: Tensor, u: Tensor, seen: Tensor, budg
     """
     u, seen = torch.broadcast_tensors(at_least_fp32(u), seen)
     m = ((u - sparsek_threshold(u, seen, budget)).clamp(0, 1) * seen)[:, None]
+    m = m * (m > _least_weight(u))  # a key on the very edge is out, however the threshold was rounded
     s = at_least_fp32(q @ k[:, None].mT)
     weights = s.masked_fill(m == 0, torch.finfo(s.dtype).min).softmax(-1) * m
     return weights.to(v.dtype) @ v[:, None], weights
