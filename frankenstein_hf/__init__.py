@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .cache_sizes import cache_report
     from .components import list_mixers, mixer_spec, register_mixer
     from .configuration.configuration_frankenstein import FrankensteinConfig
+    from .export import DecodingStep, cache_tensors, export_decoding_step, export_onnx, onnx_session
     from .modeling.modeling_frankenstein import FrankensteinForCausalLM, FrankensteinForMaskedLM, FrankensteinModel
     from .modeling.modeling_frankenstein_heads import (
         FrankensteinForMultipleChoice,
@@ -38,6 +39,7 @@ _MODULES = {
     "cache_sizes": ("cache_report",),
     "components": ("list_mixers", "mixer_spec", "register_mixer"),
     "configuration.configuration_frankenstein": ("FrankensteinConfig",),
+    "export": ("DecodingStep", "cache_tensors", "export_decoding_step", "export_onnx", "onnx_session"),
     "modeling.modeling_frankenstein": (
         "FrankensteinForCausalLM",
         "FrankensteinForMaskedLM",
@@ -64,6 +66,7 @@ _MODULES = {
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
+    "DecodingStep",
     "FrankensteinConfig",
     "FrankensteinForCausalLM",
     "FrankensteinForMaskedLM",
@@ -75,12 +78,16 @@ __all__ = [
     "FrankensteinPreTrainedModel",
     "__version__",
     "cache_report",
+    "cache_tensors",
     "create_optimizer",
     "describe_groups",
+    "export_decoding_step",
+    "export_onnx",
     "list_mixers",
     "list_optimizers",
     "list_stabilizers",
     "mixer_spec",
+    "onnx_session",
     "optimizer_spec",
     "register_mixer",
     "stabilizer_spec",

@@ -19,6 +19,7 @@ from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin,
 from ..configuration.configuration_frankenstein import KV_LAYER_TYPE, STATE_LAYER_TYPE
 
 States = dict[str, Tensor]
+TAIL = "tail."  # begins the names of a tail's tensors among those of its layer
 Advance = Callable[[States, States, Tensor | None], States]  # (inputs, states, lengths) -> states
 
 
@@ -119,12 +120,23 @@ class MixerStateLayer(_RealTokens, CacheLayerMixin):
         if self.record_past:
             for record in self._history[1:]:
                 record.states = None
-            num_real = self.num_real if self.num_real is not None else keep.new_zeros(len(keep), dtype=torch.long)
+            num_real = self.num_real if self.num_real is not None else keep.new_zeros(keep.shape[0], dtype=torch.long)
             inputs = {name: x.detach() for name, x in inputs.items()}
             self._history.append(_Record(self.states, num_real, inputs, keep))
         self.states = states
         self._count(keep)
         self.is_initialized = True
+
+    def named_tensors(self) -> States:
+        """The states by name: what a decoding step outside Python takes and returns."""
+        return dict(self.states)
+
+    def load_tensors(self, tensors: States, keep: Tensor) -> None:
+        """Become the layer whose `named_tensors` are `tensors`, after the tokens `keep` [B, S]."""
+        self.reset()
+        self.states = dict(tensors)
+        self.is_initialized = True
+        self._count(keep)
 
     # ------------------------------------------------------------------ rollback
 
@@ -263,7 +275,7 @@ class MixerKVLayer(_RealTokens, DynamicLayer):
     def count(self, keep: Tensor, all_real: bool) -> None:
         """Note the tokens `keep` [B, T] of this call; once a call, before `extend`."""
         if not all_real and self.keep is None:
-            self.keep = keep.new_ones(len(keep), self.cumulative_length)
+            self.keep = keep.new_ones(keep.shape[0], self.cumulative_length)
         if self.keep is not None:
             self.keep = torch.cat([self.keep, keep], dim=1)
         self.device = keep.device
@@ -285,6 +297,26 @@ class MixerKVLayer(_RealTokens, DynamicLayer):
         self.is_initialized = True
         self.streams[name] = whole
         return whole
+
+    def named_tensors(self) -> States:
+        """Everything kept, by name: what a decoding step outside Python takes and returns.
+
+        Keys, values and streams have time on their last axis but one; the names of the tail begin with "tail.".
+        """
+        own = {"keys": self.keys, "values": self.values, **self.streams}
+        tail = {f"{TAIL}{name}": x for name, x in self.tail.named_tensors().items()}
+        return {name: x for name, x in own.items() if x is not None} | tail
+
+    def load_tensors(self, tensors: States, keep: Tensor) -> None:
+        """Become the layer whose `named_tensors` are `tensors`, after the tokens `keep` [B, S]."""
+        self.reset()
+        streams = {name: x for name, x in tensors.items() if not name.startswith(TAIL)}
+        if len(tail := {name.removeprefix(TAIL): x for name, x in tensors.items() if name.startswith(TAIL)}):
+            self.tail.load_tensors(tail, keep)
+        self.keys, self.values = streams.pop("keys", None), streams.pop("values", None)
+        self.streams = streams
+        self.keep, self.device, self.is_initialized = keep, keep.device, True
+        self._count(keep)
 
     # ------------------------------------------------------------------ transformers' cache interface
 
@@ -449,7 +481,7 @@ class MixerStaticKVLayer(_StaticCount, MixerKVLayer):
                 "Make it longer (max_cache_len), or use a dynamic cache."
             )
         if self.keep is None:
-            self.keep = keep.new_zeros(len(keep), self.max_cache_len)
+            self.keep = keep.new_zeros(keep.shape[0], self.max_cache_len)
         self.keep.index_copy_(1, start + torch.arange(T, device=keep.device), keep)
         self.device = keep.device
         self._count(keep)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .ops.tracing import exporting
+
 RotaryFunction = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
 
@@ -84,7 +86,7 @@ class Rows:
         if "flip" not in self._memo:
             places = torch.arange(self.size, device=x.device)[None]
             mirrored = self.lengths[:, None] - 1 - places
-            row = torch.arange(len(self.lengths), device=x.device)[:, None] * self.size
+            row = torch.arange(x.shape[0], device=x.device)[:, None] * self.size
             self._memo["flip"] = (row + torch.where(mirrored >= 0, mirrored, places)).flatten()
         return x.reshape(-1, *x.shape[2:]).index_select(0, self._memo["flip"]).view(x.shape)
 
@@ -205,7 +207,7 @@ class SequenceContext:
     @property
     def causal_flag(self) -> bool:
         """Whether the plain causal triangle is all that `mask()` leaves out (SDPA's `is_causal`)."""
-        return self.mask() is None and self.is_causal and self.keep.shape[1] > 1
+        return self.mask() is None and self.is_causal and bool(self.keep.shape[1] > 1)
 
     def _places(self) -> int:
         """S."""
@@ -233,7 +235,8 @@ class SequenceContext:
             own = torch.arange(S, device=device) == places[:, None] + past
             real = self._real_keys()
             visible = visible & real[:, None, :]
-            visible = torch.where(self.keep[:, :, None], visible, own)
+            keep = self.keep[:, :, None]
+            visible = (visible & keep) | (own & ~keep)  # onnxruntime has no `where` between bools
         return visible[:, None]
 
     def _real_keys(self) -> Tensor:
@@ -261,9 +264,8 @@ class SequenceContext:
             if self.all_real:
                 yield Rows(self, None, None, self.num_past, None, T)
                 return
-            order = torch.argsort(~self.keep, dim=1, stable=True)  # real tokens first, in order
-            offsets = torch.arange(B, device=order.device)[:, None] * T
-            yield Rows(self, offsets + order, self.keep.sum(1), self.num_past, None, T)
+            offsets = torch.arange(B, device=self.keep.device)[:, None] * T
+            yield Rows(self, offsets + _real_first(self.keep), self.keep.sum(1), self.num_past, None, T)
             return
         rows = torch.arange(B, device=self.keep.device)[:, None]
         tokens = self.keep.flatten().nonzero().squeeze(1)  # flat index of every real token, in order
@@ -322,6 +324,13 @@ class SequenceContext:
             r, i, j = real.nonzero(as_tuple=True)
             native[batch[r, i], token[r, i], token[r, j]] = weight.permute(0, 2, 3, 1)[r, i, j]
         return native.permute(0, 3, 1, 2)
+
+
+def _real_first(keep: Tensor) -> Tensor:
+    """[B, T] the places of each row, those of real tokens first and otherwise in order."""
+    places = torch.arange(keep.shape[1], device=keep.device).expand(keep.shape)
+    target = torch.where(keep, keep.cumsum(1) - 1, keep.sum(1, keepdim=True) + (~keep).cumsum(1) - 1)
+    return torch.zeros_like(target).scatter(1, target, places)
 
 
 def _length_groups(lengths: Tensor) -> list[Tensor]:
@@ -404,6 +413,7 @@ def make_context(
         ValueError: Shapes that do not fit, an empty batch, or packing together with a cache.
     """
     (B, T), device, position_ids = batch.shape, batch.device, batch.position_ids
+    may_look = _may_look(batch, past)
     if B == 0 or T == 0:
         raise ValueError(f"The batch is empty: got {B} sequences of {T} tokens, at least one of one is needed.")
     look_for_documents = past is None
@@ -414,12 +424,10 @@ def make_context(
         raise ValueError(f"position_ids must be [{B}, {T}] or [1, {T}], got {list(position_ids.shape)}.")
     keep = torch.ones(B, T, dtype=torch.bool, device=device)
     all_real = True
-    # a compiled decoding step takes any mask for one with pads: looking would be a break in its graph
-    unseen = T == 1 and past.num_real is not None and torch.compiler.is_compiling()
     if mask_2d is not None:
         keep = mask_2d[:, -T:].to(device=device, dtype=torch.bool)
-        all_real = not unseen and bool(keep.all())
-        if mask_2d.shape[1] > T and not unseen:
+        all_real = may_look and bool(keep.all())
+        if mask_2d.shape[1] > T and may_look:
             given = mask_2d[:, :-T].to(device=device, dtype=torch.bool)
             past_keep = given if past.num_places is None else past_keep
             if past.num_real is not None and not torch.equal(given.sum(1), past.num_real.to(device)):
@@ -428,7 +436,7 @@ def make_context(
                     f"({given.sum(1).tolist()} real tokens a row now, {past.num_real.tolist()} then); a cache "
                     "cannot forget single tokens. Start anew without the cache."
                 )
-    if past_keep is not None and past.num_places is None and not unseen and bool(past_keep.all()):
+    if past_keep is not None and past.num_places is None and may_look and bool(past_keep.all()):
         past_keep = None
     num_past = past.num_real if isinstance(past.length, Tensor) or past.length else None
     documents = None
@@ -436,6 +444,12 @@ def make_context(
         positions = position_ids if position_ids is not None else torch.arange(T, device=device)[None] + past.length
     else:
         if look_for_documents:
+            if exporting() and any(x is not None for x in (position_ids, batch.seq_idx, batch.cu_seq_lens_q)):
+                raise ValueError(
+                    "Packed documents (position_ids, seq_idx, cu_seq_lens_q) cannot be exported: where they start is "
+                    "read from the values, and a traced graph would keep what the example's values say. Leave them "
+                    "out; positions are counted from attention_mask."
+                )
             starts = _document_starts(batch, keep, all_real)
             documents = None if starts is None else starts.cumsum(1)
         elif batch.seq_idx is not None or batch.cu_seq_lens_q is not None:
@@ -460,6 +474,25 @@ def make_context(
         output_attentions=output_attentions,
         output_max_logits=output_max_logits,
         kernel_kwargs=kernel_kwargs or {},
+    )
+
+
+def _may_look(batch: Batch, past: Past | None) -> bool:
+    """Whether to look at the values of masks: else every mask is taken for one with pads.
+
+    Raises:
+        ValueError: Under `torch.jit.trace`, which would keep what the example's values say without a word.
+    """
+    if torch.jit.is_tracing():
+        raise ValueError(
+            "torch.jit.trace (and torch.onnx.export with dynamo=False) would keep the pads and lengths of the example "
+            "for all inputs; use torch.export.export or torch.onnx.export(…, dynamo=True)."
+        )
+    if exporting():
+        return False
+    # looking would be a break in the graph of a compiled decoding step
+    return not (
+        batch.shape[1] == 1 and past is not None and past.num_real is not None and torch.compiler.is_compiling()
     )
 
 
@@ -492,8 +525,7 @@ def _document_starts(batch: Batch, keep: Tensor, all_real: bool) -> Tensor | Non
     position_ids, seq_idx, cu_seq_lens = batch.position_ids, batch.seq_idx, batch.cu_seq_lens_q
     if position_ids is None and seq_idx is None and cu_seq_lens is None:
         return None
-    order = torch.argsort(~keep, dim=1, stable=True) if not all_real else torch.arange(T, device=keep.device)[None]
-    order = order.expand(B, T)
+    order = torch.arange(T, device=keep.device).expand(B, T) if all_real else _real_first(keep)
     starts = torch.zeros(B, T, dtype=torch.bool, device=keep.device)  # in the order of real tokens
     if position_ids is not None:
         position = position_ids.expand(B, T).gather(1, order)

@@ -72,7 +72,7 @@ class FrankensteinClassifier(FrankensteinPreTrainedModel):
             place = torch.where(keep, places, keep.shape[1] - 1).amin(1)
         else:
             place = torch.where(keep, places, 0).amax(1)
-        return hidden_states[torch.arange(len(place), device=keep.device), place]
+        return hidden_states[torch.arange(keep.shape[0], device=keep.device), place]
 
 
 class FrankensteinForSequenceClassification(FrankensteinClassifier):

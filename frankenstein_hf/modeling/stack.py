@@ -22,6 +22,7 @@ from .implementations import component_class
 from .layer import FrankensteinLayer
 from .norms import make_norm
 from .ops.backend import TRITON, check_triton
+from .ops.tracing import exporting, refusing
 from .positions import RotaryEmbedding
 from .pretrained import FrankensteinPreTrainedModel
 from .residuals import Stream
@@ -190,7 +191,10 @@ class StackModel(FrankensteinPreTrainedModel):
         for i in part.layers:
             if collected.hidden_states is not None:
                 collected.hidden_states.append(self.residual.view(stream))
-            stream, extras = self.layers[i](stream, context, cache=cache, loop=part.loop, carried=collected.carried)
+            layer: Any = self.layers[i]
+            if exporting():
+                layer = refusing(layer, f"Layer {i} ({self.config.mixer_names[i]!r})", context.keep.shape)
+            stream, extras = layer(stream, context, cache=cache, loop=part.loop, carried=collected.carried)
             collected.add(extras)
         return stream
 

@@ -3,6 +3,7 @@
 Shapes: B batch, T time, R rows, L row length, D model width, H heads, W head width.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ..extras import LayerExtras, summed
 from ..ops.backend import computing
 from ..ops.numerics import at_least_fp32
 from ..ops.short_convolution import short_convolution
+from ..ops.tracing import exporting, scan_chunks
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -123,6 +125,7 @@ class RecurrentMixer(RowMixer):
     """
 
     needs_kernel = True  # a recurrence on none of the cores that have kernels says False
+    traces_chunks = True  # one whose chunk form cannot be traced says False, and is traced token by token
 
     def project(self, x: Tensor, rows: Rows) -> States:
         """[R, L, D] -> tensors [R, L, …]: everything a state can learn from the tokens."""
@@ -164,14 +167,23 @@ class RecurrentMixer(RowMixer):
         sequential = rows.context.backend == "eager"
         inputs = self.project(x, rows)
         states = (layer.read(self.advance) if layer is not None else None) or {}
-        readout, states = self.scan(inputs, states, rows.lengths, sequential=sequential)
+        readout, states = self.run(inputs, states, rows.lengths, sequential=sequential)
         if layer is not None:
             layer.write(states, inputs, rows.context.keep, rows.context.all_real)
         if not rows.is_causal:
             mirrored = {name: rows.flip(tensor) for name, tensor in inputs.items()}
-            reverse, _ = self.scan(mirrored, {}, rows.lengths, exclude_own=True, sequential=sequential)
+            reverse, _ = self.run(mirrored, {}, rows.lengths, exclude_own=True, sequential=sequential)
             readout = readout + rows.flip(reverse)
         return self.finish(readout, x), None
+
+    def run(self, inputs: States, states: States, lengths: Tensor | None, **options: Any) -> tuple[Tensor, States]:
+        """`scan`; in a traced graph, which holds no loop over an unknown length, by chunks of a known one."""
+        L = next(iter(inputs.values())).shape[1]
+        if not exporting() or (isinstance(L, int) and L == 1):
+            return self.scan(inputs, states, lengths, **options)
+        if not self.traces_chunks:
+            options["sequential"] = True
+        return scan_chunks(partial(self.scan, **options), inputs, states, lengths)
 
 
 def zero_beyond(x: Tensor, lengths: Tensor | None) -> Tensor:

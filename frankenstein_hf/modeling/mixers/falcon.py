@@ -261,6 +261,7 @@ class Falcon2(Falcon):
     """`Falcon1` with a step size, and so a decay, per value channel."""
 
     needs_kernel = False
+    traces_chunks = False
     per_channel = True
 
     def eager(self, q: Tensor, x: Tensor, v: Tensor, η: Tensor, γ: Tensor, pairs: Tensor, S: Tensor) -> Result:
@@ -278,6 +279,7 @@ class Falcon3(Falcon):
     """`Falcon1` on the mean loss of the last B pairs; the statistic is its curvature, λ_max(XᵀX)/B."""
 
     needs_kernel = False
+    traces_chunks = False
 
     def statistic(self, x: Tensor, pairs: Tensor) -> Tensor:
         u = dominant_combination(x, self.params.pairs)

@@ -16,6 +16,7 @@ from ..context import Rows
 from ..extras import LayerExtras
 from ..ops.gaussian_field import apply_band, gaussian_band
 from ..ops.numerics import at_least_fp32, full_precision
+from ..ops.tracing import exporting
 from .base import RowMixer, merge_heads, split_heads
 
 
@@ -91,7 +92,7 @@ class SeparableGaussianField(RowMixer):
         H, A, axes = self.num_heads, self.params.num_atoms, self.num_axes
         μ, ω = at_least_fp32(self.offsets), at_least_fp32(self.raw_widths)
         σ = F.softplus(ω) + 1e-4 + self.params.sigma_floor
-        μ, σ = (y[:, None, ..., None].expand(-1, len(x), -1, -1, x.shape[1]) for y in (μ, σ))
+        μ, σ = (y[:, None, ..., None].expand(-1, x.shape[0], -1, -1, x.shape[1]) for y in (μ, σ))
         logits = at_least_fp32(self.weight_logits)[..., None].expand(*μ.shape[1:])
         if self.params.lookat:
 
@@ -113,10 +114,10 @@ class SeparableGaussianField(RowMixer):
         μ, σ, λ, τ = self.atoms(x)
         shape = self.params.grid if self.num_axes == 2 else (1, size)
         V, μ, σ, λ = V.unflatten(2, shape), μ.unflatten(-1, shape), σ.unflatten(-1, shape), λ.unflatten(-1, shape)
-        if rows.context.backend == "eager":
+        if rows.context.backend == "eager" or exporting():  # a band at most as wide as the row cannot be traced
             real = rows.keep if self.num_axes == 1 else None
             if real is None:
-                real = torch.ones(len(x), shape[1], dtype=torch.bool, device=x.device)
+                real = torch.ones(x.shape[0], shape[1], dtype=torch.bool, device=x.device)
             Y = eager_ssog(V, μ, σ, λ, τ, self.params.window, real)
         else:
             Y = self.field(V, μ, σ * τ.sqrt(), λ, rows.lengths if self.num_axes == 1 else None)

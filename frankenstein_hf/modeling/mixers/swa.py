@@ -181,7 +181,7 @@ class SlidingWindowAttention(RowMixer):
         device = k.device
         ring = seen - size + torch.arange(size, device=device)
         new = seen + torch.arange(L, device=device)
-        sinks = torch.arange(s, device=device).expand(len(seen), s)
+        sinks = torch.arange(s, device=device).expand(seen.shape[0], s)
         j = torch.cat([sinks, ring, new], dim=1)
         real_new = torch.ones_like(new, dtype=torch.bool) if lengths is None else new - seen < lengths[:, None]
         # a sink still inside the ring must not count twice

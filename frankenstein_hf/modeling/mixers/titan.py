@@ -16,6 +16,7 @@ from ..extras import LayerExtras
 from ..norms import l2_normalize
 from ..ops.neural_memory import MemoryState, neural_memory, recall, surprise
 from ..ops.numerics import at_least_fp32, full_precision
+from ..ops.tracing import exporting, scan_chunks
 from .base import GatedHeadNorm, merge_heads
 from .swa import SlidingWindowAttention
 
@@ -88,10 +89,11 @@ class Titan(SlidingWindowAttention):
         memory: States = {}
         if self.params.depth:
             sequential = rows.context.backend == "eager"
-            readout, memory = self.remember(inputs, states, rows.lengths, sequential=sequential)
+            remember = self.remember_traced if exporting() and rows.size != 1 else self.remember
+            readout, memory = remember(inputs, states, rows.lengths, sequential=sequential)
             if not rows.is_causal:
                 mirrored = {name: rows.flip(tensor) for name, tensor in inputs.items()}
-                reverse, _ = self.remember(mirrored, {}, rows.lengths, exclude_own=True, sequential=sequential)
+                reverse, _ = remember(mirrored, {}, rows.lengths, exclude_own=True, sequential=sequential)
                 readout = readout + rows.flip(reverse)
             gate = None if self.g_proj is None else self.g_proj(x)
             output = output + self.norm(readout.to(x.dtype), gate)
@@ -147,6 +149,18 @@ class Titan(SlidingWindowAttention):
             readout, state = neural_memory(q, k, v, log_keep, log_η, θ, state, phase=phase, lengths=lengths, **options)
         kept = {"memory_start": state.start, "memory": state.now, "momentum": state.momentum}
         return readout.transpose(1, 2), kept
+
+    def remember_traced(
+        self, inputs: States, states: States, lengths: Tensor | None, **options: bool
+    ) -> tuple[Tensor, States]:
+        """`remember` token by token in a traced graph."""
+
+        def step(inputs: States, states: States, lengths: Tensor) -> tuple[Tensor, States]:
+            readout, kept = self.remember(inputs, states, lengths, **(options | {"sequential": True}))
+            return readout, kept | {"seen": states.get("seen", torch.zeros_like(lengths)) + lengths}
+
+        memorable = {name: x for name, x in inputs.items() if name not in ("key", "value")}
+        return scan_chunks(step, memorable, states, lengths)
 
     def _advance_ring(self, inputs: States, states: States, lengths: Tensor | None) -> States:
         return self.advance({name: inputs[name] for name in ("key", "value")}, states, lengths)

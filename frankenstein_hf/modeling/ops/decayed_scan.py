@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from .backend import use_triton
 from .numerics import at_least_fp32, decay_exp, flush_tiny, untraced
+from .tracing import exporting
 
 SCALAR_FLOOR = -100.0  # a step below this forgets everything; a finite floor admits log_decay = -inf
 LONGEST_VECTOR_CHUNK = 32
@@ -103,7 +104,8 @@ def decayed_scan(
             initial_state=initial_state,
             output_final_state=output_final_state,
         )
-    output, final_state = _chunked(query, key, value, log_decay, initial_state, decay_axis, scale, chunk_size)
+    chunked = _traced if exporting() else _chunked
+    output, final_state = chunked(query, key, value, log_decay, initial_state, decay_axis, scale, chunk_size)
     return output, final_state if output_final_state else None
 
 
@@ -149,7 +151,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, decay_axis: str, i
     B, H, T, K = q.shape
     V = v.shape[-1]
     vector = (B, H, T, K if decay_axis == "key" else V)
-    if g is not None and g.shape not in ((H,), (B, H, T), vector):
+    shapes = {1: (H,), 3: (B, H, T), 4: vector}  # by dimensions: a traced graph would note that B is not H
+    if g is not None and g.shape != shapes.get(g.ndim):
         raise ValueError(
             f"log_decay must be None or of shape {[H]}, {[B, H, T]} or {list(vector)} "
             f'(decay_axis="{decay_axis}"); got {list(g.shape)}'
@@ -171,23 +174,17 @@ class _DecayedScan(torch.autograd.Function):
     def forward(ctx, query, key, value, log_decay, initial_state, decay_axis, scale, chunk_size):
         B, H, T, K = query.shape
         V = value.shape[-1]
-        dtype = at_least_fp32(query).dtype
-        kind = decay_axis if log_decay is not None and log_decay.ndim == 4 else "scalar"
-        C = chunk_size if kind == "scalar" else min(chunk_size, LONGEST_VECTOR_CHUNK)
+        kind, C = _kind(log_decay, decay_axis, chunk_size)
         tiles = TILES_PER_SEGMENT if query.device.type == "cpu" else TILES_PER_SEGMENT_GPU
         segments = _segments(T, C, max(1, tiles // (B * H)))
-        core = {"scalar": _scalar_forward, "key": _key_forward, "value": _value_forward}[kind]
-        zeros = torch.zeros(B, H, K, V, dtype=dtype, device=query.device)
-        S = _inner_state(zeros if initial_state is None else initial_state.to(dtype), kind)
+        core, S = CORES[kind], _first_state(query, value, initial_state, kind)
 
         output = torch.empty_like(value, dtype=query.dtype)  # value's strides: callers transpose back for free
         starts = S.new_empty(len(segments), *S.shape)
         with _without_autocast(query):
             for n, segment in enumerate(segments):
                 starts[n] = S
-                q, k = (_load(x, segment, torch.float64 if kind == "key" else dtype) for x in (query, key))
-                v = _load(value, segment, torch.float64 if kind == "value" else dtype)
-                o, S = core(q, k, v, _load_decay(log_decay, segment, q), S)
+                o, S = core(*_load_all(query, key, value, log_decay, segment, kind), S)
                 _store(output, segment, o.mul_(scale))
         ctx.save_for_backward(query, key, value, log_decay, starts)
         ctx.set_materialize_grads(False)
@@ -239,6 +236,43 @@ class _DecayedScan(torch.autograd.Function):
 _chunked = untraced(_DecayedScan.apply)
 
 
+def _traced(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    decay_axis: str,
+    scale: float,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    """The chunked form as operations a traced graph can hold; the number of tokens is known."""
+    (B, H, T, K), V = query.shape, value.shape[-1]
+    kind, C = _kind(log_decay, decay_axis, chunk_size)
+    S, outputs = _first_state(query, value, initial_state, kind), []
+    with _without_autocast(query):
+        for segment in _segments(T, C, 1):
+            o, S = CORES[kind](*_load_all(query, key, value, log_decay, segment, kind), S)
+            outputs.append(o[0])
+    output = scale * torch.cat(outputs, dim=1).view(B, H, T, V)
+    return output.to(query.dtype), (S.mT if kind == "value" else S).reshape(B, H, K, V)
+
+
+def _kind(log_decay: Tensor | None, decay_axis: str, chunk_size: int) -> tuple[str, int]:
+    """ "scalar", "key" or "value", and the chunk length."""
+    if log_decay is not None and log_decay.ndim == 4:
+        return decay_axis, min(chunk_size, LONGEST_VECTOR_CHUNK)
+    return "scalar", chunk_size
+
+
+def _first_state(query: Tensor, value: Tensor, initial_state: Tensor | None, kind: str) -> Tensor:
+    (B, H, _, K), V = query.shape, value.shape[-1]
+    dtype = at_least_fp32(query).dtype
+    if initial_state is None:
+        initial_state = torch.zeros(B, H, K, V, dtype=dtype, device=query.device)
+    return _inner_state(initial_state.to(dtype), kind)
+
+
 def _inner_state(S: Tensor, kind: str) -> Tensor:
     """[B, H, K, V] -> [B·H, K, V], or [B·H, V, K] for kind "value": the decaying axis comes first."""
     S = S.flatten(0, 1)
@@ -268,6 +302,16 @@ def _store(whole: Tensor, segment: Segment, chunks: Tensor) -> None:
     _view(whole, segment).copy_(chunks.unflatten(1, whole.shape[:2]))
 
 
+def _load_all(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor | None, segment: "Segment", kind: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and log decays of a segment; what meets exponentials of vector decays in fp64."""
+    dtype = at_least_fp32(query).dtype
+    q, k = (_load(x, segment, torch.float64 if kind == "key" else dtype) for x in (query, key))
+    v = _load(value, segment, torch.float64 if kind == "value" else dtype)
+    return q, k, v, _load_decay(log_decay, segment, q)
+
+
 def _load_decay(log_decay: Tensor | None, segment: Segment, q: Tensor) -> Tensor:
     """[N, B·H, C, …] in fp64; [1, B·H, C] for a constant decay."""
     if log_decay is None:
@@ -280,6 +324,8 @@ def _load_decay(log_decay: Tensor | None, segment: Segment, q: Tensor) -> Tensor
 def _run(decay: Tensor, writes: Tensor, S: Tensor, reverse: bool = False) -> Tensor:
     """S_{n+1} = decay_n S_n + writes_n for all n, [N + 1, B·H, …]; `reverse` runs from S_N = `S` down to S_0."""
     N = writes.shape[0]
+    if exporting():  # one chunk, and nothing in place
+        return torch.stack([S, torch.addcmul(writes[0], decay[0], S)])
     states = writes.new_empty(N + 1, *S.shape)
     states[N if reverse else 0] = flush_tiny(S)
     decays = decay.expand(N, *decay.shape[1:]).unbind()
@@ -379,6 +425,9 @@ def _value_forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, S: Tensor) -> tup
     R = (q @ k.mT).tril_().double()
     states = _run(whole, flush_tiny(Y * end).to(q.dtype).mT @ k, S)
     return _add_product((q @ states[:-1].mT).double(), R, Y, beta=CENTRE).mul_(E), states[-1]
+
+
+CORES = {"scalar": _scalar_forward, "key": _key_forward, "value": _value_forward}
 
 
 def _vector_backward(

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from .backend import use_triton
 from .chunking import Chunked, load_chunks, time_segments
 from .numerics import LOG_TINY, at_least_fp32, decay_exp, flush_tiny, untraced
+from .tracing import exporting, unit_lower_inverse
 
 SEGMENT_ROWS = 2048  # tokens times heads of a segment: its tensors stay in cache, its operations stay large
 SHORT = 4  # up to here the token loop is cheaper than setting up chunks
@@ -126,7 +127,8 @@ def delta_rule(
             chunk_size = min(chunk_size, CPU_CHUNK)
         if initial_state is None:
             initial_state = at_least_fp32(key.new_zeros(1)).expand(B, H, K, write.shape[-1])
-        output, state = _chunked(query, key, erase, write, log_decay, initial_state, scale, min(chunk_size, T))
+        chunked = _traced if exporting() else _chunked
+        output, state = chunked(query, key, erase, write, log_decay, initial_state, scale, min(chunk_size, T))
     return output, state if output_final_state else None
 
 
@@ -137,7 +139,7 @@ def _check_shapes(q: Tensor, k: Tensor, e: Tensor, z: Tensor, g: Tensor | None, 
     B, H, T, K = k.shape
     if T < 1 or z.dim() != 4 or z.shape[:3] != k.shape[:3]:
         raise ValueError(f"write must be [B, H, T, V] with T ≥ 1 beside key {tuple(k.shape)}, got {tuple(z.shape)}")
-    if g is not None and g.shape not in ((B, H, T), (B, H, T, K)):
+    if g is not None and g.shape != {3: (B, H, T), 4: (B, H, T, K)}.get(g.dim()):
         raise ValueError(f"log_decay must be {(B, H, T)} or {(B, H, T, K)}, got {tuple(g.shape)}")
     if state is not None and state.shape != (B, H, K, z.shape[-1]):
         raise ValueError(f"initial_state must be {(B, H, K, z.shape[-1])}, got {tuple(state.shape)}")
@@ -180,8 +182,12 @@ def _prepare(q: Tensor, k: Tensor, e: Tensor, g: Tensor) -> _Segment:
         factors = (decay_exp(between),)
         scores = (x.flatten(2, 3) @ k.mT).unflatten(2, (2, C)).mul_(factors[0])
     # solved in fp64: products of small entries would be subnormal numbers in fp32
-    identity = torch.eye(C, dtype=torch.float64, device=k.device).expand(*k.shape[:2], C, C)
-    inverse = torch.linalg.solve_triangular(scores[:, :, 1].double(), identity, upper=False, unitriangular=True)
+    erased = scores[:, :, 1].double()
+    if exporting():
+        inverse = unit_lower_inverse(erased)
+    else:
+        identity = torch.eye(C, dtype=torch.float64, device=k.device).expand(*k.shape[:2], C, C)
+        inverse = torch.linalg.solve_triangular(erased, identity, upper=False, unitriangular=True)
     inverse = flush_tiny(inverse).to(k.dtype)
     x_S = x * from_start.unsqueeze(2)
     return _Segment(x, k, from_start, to_end, decay, x_S, k * to_end, scores, inverse, factors)
@@ -198,6 +204,32 @@ def _scan(seg: _Segment, z: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
         torch.bmm(inverse_n, rest, out=u_n)
         torch.mul(after[n], decay_n, out=after[n + 1]).baddbmm_(k_n, u_n)
     return states, u
+
+
+def _traced(
+    query: Tensor,
+    key: Tensor,
+    erase: Tensor,
+    write: Tensor,
+    log_decay: Tensor,
+    S: Tensor,
+    scale: float,
+    C: int,
+) -> tuple[Tensor, Tensor]:
+    """The chunked form as operations a traced graph can hold; the number of tokens is known."""
+    B, H, T, V = write.shape
+    inputs, outputs = [query, key, erase, write, log_decay], []
+    dtype = at_least_fp32(query).dtype
+    S = S.to(dtype).flatten(0, 1)
+    for start in range(0, T, C):
+        part = slice(start, min(start + C, T))
+        q, k, e, z, g = load_chunks(inputs, part, part.stop - start, dtype)  # one chunk
+        seg = _prepare(q, k, e, g)
+        u = seg.inverse @ (z - seg.x_S[:, :, 1] @ S)
+        outputs.append((seg.x_S[:, :, 0] @ S + seg.scores[:, :, 0] @ u)[0])
+        S = flush_tiny(seg.decay[0] * S + seg.k_S[0].mT @ u[0])
+    output = scale * torch.cat(outputs, dim=1).view(B, H, T, V)
+    return output.to(query.dtype), S.view(B, H, -1, V)
 
 
 def _segment_backward(

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from .numerics import LOG_TINY, TINY, decay_exp, flush_tiny, full_precision, untraced
+from .tracing import exporting
 
 
 @full_precision
@@ -63,6 +65,8 @@ def selective_scan(
     zoh = discretization == "zoh"
     if sequential or x.shape[1] == 1:
         y, h = _sequential_scan(wide_x, delta, A, B, C, h, zoh, exclude_own)
+    elif exporting():
+        y, h = _traced_scan(wide_x, delta, A, B, C, h, zoh, exclude_own)
     else:
         time_first = [tensor.transpose(0, 1).contiguous() for tensor in (wide_x, delta, B, C)]
         y, h = _scan(*time_first, A.t().contiguous(), h.mT.contiguous(), zoh, exclude_own)
@@ -82,6 +86,26 @@ def _sequential_scan(
         h = kept + B_bar * x_t
         ys.append((kept if exclude_own else h) @ C_t)
     return torch.cat(ys, dim=2).mT, h
+
+
+def _traced_scan(
+    x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, h: Tensor, zoh: bool, exclude_own: bool
+) -> tuple[Tensor, Tensor]:
+    """The same in log₂ T rounds, in each of which every step takes in as many steps before it as it has already.
+
+    A traced graph then holds a few operations instead of a few a token; the number of tokens is known.
+    """
+    x, delta, B, T = x[..., None], delta[..., None], B.unsqueeze(2), x.shape[1]
+    decay = decay_exp(delta * A)  # [B, T, E, N] like all below
+    writes = (torch.expm1(delta * A) / A if zoh else delta) * B * x
+    kept, states = decay, writes
+    for reach in (1 << r for r in range((T - 1).bit_length())):
+        earlier = F.pad(states[:, :-reach], (0, 0, 0, 0, reach, 0))
+        states = states + kept * earlier
+        kept = flush_tiny(kept * F.pad(kept[:, :-reach], (0, 0, 0, 0, reach, 0), value=1.0))
+    states = states + kept * h[:, None]
+    read = decay * torch.cat([h[:, None], states[:, :-1]], dim=1) if exclude_own else states
+    return (read @ C[..., None])[..., 0], states[:, -1]
 
 
 class _SelectiveScan(torch.autograd.Function):

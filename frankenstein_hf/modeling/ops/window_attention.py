@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .tracing import exporting
+
 
 def window_attention(
     query: Tensor,
@@ -51,7 +53,7 @@ def window_attention(
     is_causal = right == 0 if is_causal is None else is_causal
     _check(query, key, value, left, right, num_sinks, is_causal, lengths)
     T, S = query.shape[2], key.shape[2]
-    num_sinks = min(num_sinks, S)
+    num_sinks = num_sinks if exporting() else min(num_sinks, S)
     garbage = None
     if lengths is not None:
         garbage = (torch.arange(S, device=key.device) >= lengths.to(key.device)[:, None])[:, None, :, None]
@@ -61,7 +63,10 @@ def window_attention(
     real = None if is_causal else lengths  # a causal real query meets real keys only
     reached = S - max(0, S - T - left)
     block = min(512, max(64, -(-(left + right) // 128) * 64))  # half the band, the measured optimum
-    if block >= T or block + left + right + num_sinks >= reached:
+    if exporting() and not isinstance(T, int):  # by blocks at any length
+        block = max(block, num_sinks)
+        out = _blocked(query, key, value, left, right, num_sinks, is_causal, real, scale, dropout, block)
+    elif block >= T or block + left + right + num_sinks >= reached:
         out = _dense(query, key, value, left, right, num_sinks, is_causal, real, scale, dropout)
     else:
         out = _blocked(query, key, value, left, right, num_sinks, is_causal, real, scale, dropout, block)
@@ -114,10 +119,13 @@ def _blocked(
     (B, H, T, D), (K, S) = query.shape, key.shape[1:3]
     N, L, G = -(-T // C), C + left + right, H // K
     before = S - T  # keys older than the first query
+    if exporting():  # a block more than needed: a graph traced for one would be right for short rows only
+        N = (T - 1) // C + 2
 
     def windows(x: Tensor) -> Tensor:
         reach = F.pad(x[:, :, max(0, before - left) :], (0, 0, max(0, left - before), N * C - T + right))
-        return overlapping_windows(reach, x[:, :, :num_sinks], C, L)
+        sinks = reach[:, :, left : left + num_sinks] if exporting() else x[:, :, :num_sinks]  # rows may be shorter
+        return overlapping_windows(reach, sinks, C, L)
 
     start = before + C * torch.arange(N, device=query.device)[:, None, None]
     i = start + torch.arange(C, device=query.device)[:, None]  # [N, C, 1]
@@ -128,7 +136,11 @@ def _blocked(
     low = (i - left).clamp_min(num_sinks).masked_fill(i >= S, -left)
     in_window = (j >= low) & (j <= (i + right).clamp_max(S - 1))
     in_sinks = _in_band(i, sink, left, right) | _sees_sink(i, sink, is_causal, num_sinks)
+    if exporting():  # where rows may be shorter than the sinks, and blocks may lie behind the row
+        in_sinks = in_sinks & (sink < S)
     visible = torch.cat([in_sinks, in_window], dim=2)[:, None]  # [N, 1, C, Z + L]
+    if exporting():
+        visible = _never_empty(visible)
     heads = (N, B * K)  # as batch and heads of one attention; the mask is shared by all of the second
     if lengths is not None:
         is_real = torch.cat([sink, j], dim=2)[:, None] < lengths.to(j.device)[:, None, None]
@@ -154,6 +166,11 @@ def overlapping_windows(x: Tensor, sinks: Tensor, C: int, L: int) -> Tensor:
     Returns:
         [N, B, K, Z + L, D]. Its backward is a handful of shifted sums.
     """
+    if exporting():  # ONNX has no overlapping views
+        N = (x.shape[2] - L) // C + 1
+        index = C * torch.arange(N, device=x.device)[:, None] + torch.arange(L, device=x.device)
+        window = x.index_select(2, index.flatten()).unflatten(2, (N, L)).permute(2, 0, 1, 3, 4)
+        return torch.cat([sinks.expand(N, *sinks.shape), window], dim=3)
     return _Windows.apply(x, sinks, C, L)
 
 
