@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import initialization as init
 
 from ..cache import States
@@ -19,7 +20,7 @@ from ..positions import apply_rotary
 from .base import last_real
 from .compressed import CompressedAttention
 
-EPS = 1e-12  # under the root of a head's squared length
+EPS = 1e-12  # under the root of a head's mean square
 
 # softmax(RoPE(q̂) RoPE(k̂)ᵀ / √W) ṽ, where q̂ = √W q̃/‖q̃‖, k̂ = e^β √W k̃/‖k̃‖,
 # q̃ = Conv(q) + ½(q + k), k̃ = Conv(k) + ½(q + k), ṽ_t = [W_V1 x_t ‖ W_V2 x_{t−1}], all of them inside the latent
@@ -115,24 +116,23 @@ class CompressedConvolutionalAttention(CompressedAttention):
         if self.v_shift_proj is not None:
             now["value"] = self.v_shift_proj(x)
         back = self.look_back(now, context, layer) if now else {}
-        q, k = (y.unflatten(-1, (-1, W)) for y in back.get("qk", qk).split([H * W, G * W], dim=-1))
+        heads = back.get("qk", qk).unflatten(-1, (-1, W))  # [B, T, H + G, W]: those of queries, then those of keys
         if self.params.qk_mean:
-            q_before, k_before = (y.unflatten(-1, (-1, W)) for y in qk.split([H * W, G * W], dim=-1))
-            grouped = (q_before.unflatten(2, (G, -1)) + k_before[:, :, :, None]) * 0.5  # [B, T, G, H/G, W]
-            q, k = q + grouped.flatten(2, 3), k + grouped.mean(3)
+            q, k = qk.unflatten(-1, (-1, W)).split([H, G], dim=2)
+            means = (q.unflatten(2, (G, -1)) + k[:, :, :, None]) * 0.5  # [B, T, G, H/G, W]
+            heads = heads + torch.cat([means.flatten(2, 3), means.mean(3)], dim=2)
         value = self.v_proj(x).unflatten(-1, (G, -1))
         if "value" in back:
             value = torch.cat([value, back["value"].unflatten(-1, (G, -1))], dim=-1)
-        rotary = context.rotary(W)
-        temperature = at_least_fp32(self.log_temperature).exp()[:, None]
-        q, k = self.unit(q, 1.0).to(x.dtype).transpose(1, 2), self.unit(k, temperature).to(x.dtype).transpose(1, 2)
-        kept = {"key": apply_rotary(k, *rotary), "value": value.transpose(1, 2)}
-        return apply_rotary(q, *rotary), kept
+        query, key = self.scored(heads, context).split([H, G], dim=1)
+        return query, {"key": key, "value": value.transpose(1, 2)}
 
-    def unit(self, x: Tensor, factor: Tensor | float) -> Tensor:
-        """Heads [B, T, heads, W] brought to the length √W times `factor`."""
-        x = at_least_fp32(x)
-        return x * (torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS) * self.width**0.5 * factor)
+    def scored(self, heads: Tensor, context: SequenceContext) -> Tensor:
+        """Heads [B, T, H + G, W] at length √W, those of keys times their temperature, rotated: [B, H + G, T, W]."""
+        unit = F.rms_norm(at_least_fp32(heads), heads.shape[-1:], eps=EPS)
+        temperature = F.pad(at_least_fp32(self.log_temperature), (self.num_heads, 0)).exp()[:, None]
+        unit = (unit * temperature).to(heads.dtype).transpose(1, 2)
+        return apply_rotary(unit, *context.rotary(self.width))
 
     def expand(self, kept: States, context: SequenceContext, cached: bool) -> tuple[Tensor, Tensor]:
         return kept["key"], kept["value"]
