@@ -41,7 +41,6 @@ COMMON = {
     "vocab_size": 4096,
     "save_steps": 100,
     "save_total_limit": 1,
-    "logging_steps": 25,
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "masked": {

@@ -401,7 +401,7 @@ class Run(abc.ABC):
         picture = None
         if self.args.do_train:
             self.metrics["curve"] = loss_curve(trainer.state.log_history, self.metrics)
-            title = f"{self.task} model trained on {self.source.name}"
+            title = f"{self.task}, trained on {self.source.name.partition(', sha256')[0]}"
             baseline = self.metrics.get(self.baseline_name, {}).get("loss")
             picture, missing = draw_loss(
                 self.metrics["curve"], output / LOSS_PICTURE, title, baseline, self.baseline_words
@@ -428,11 +428,13 @@ class Run(abc.ABC):
         """Whether the checkpoint has all steps that were asked for; `Trainer` would take one more."""
         if self.checkpoint is None:
             return False
-        steps = self.args.max_steps
-        if steps <= 0:
-            batches = len(trainer.get_train_dataloader())
-            steps = math.ceil(self.args.num_train_epochs * max(1, -(-batches // self.args.gradient_accumulation_steps)))
-        return TrainerState.load_from_json(str(self.checkpoint / STATE)).global_step >= steps
+        return TrainerState.load_from_json(str(self.checkpoint / STATE)).global_step >= self._total_steps(trainer)
+
+    def _total_steps(self, trainer: Trainer) -> int:
+        if self.args.max_steps > 0:
+            return self.args.max_steps
+        batches = len(trainer.get_train_dataloader())
+        return math.ceil(self.args.num_train_epochs * max(1, -(-batches // self.args.gradient_accumulation_steps)))
 
     def _take_up(self, trainer: Trainer) -> None:
         """The checkpoint's weights and history, and what was noted about the training."""
@@ -450,7 +452,10 @@ class Run(abc.ABC):
         )
 
     def _train(self, trainer: Trainer) -> None:
-        output = Path(self.args.output_dir or "")
+        output, steps = Path(self.args.output_dir or ""), self._total_steps(trainer)
+        for name in ("logging_steps", "eval_steps", "save_steps"):  # Trainer does so too, but warns at every resume
+            if 0 < getattr(self.args, name) < 1:
+                setattr(self.args, name, math.ceil(steps * getattr(self.args, name)))
         trainer_logger = logging.getLogger("transformers.trainer")
         with StopOnInterrupt() as stop:
             trainer.add_callback(stop)

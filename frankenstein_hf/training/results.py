@@ -154,27 +154,26 @@ def draw_loss(
     axes = figure.subplots()
     places = [0, *(step for step, _ in curve["train"])]
     middles = [[(before + step) / 2, loss] for before, (step, loss) in zip(places, curve["train"])]
-    for points, label, colour in ((middles, "training", "C0"), (curve["held_out"], "held out", "C1")):
+    held_out = "o-" if len(curve["held_out"]) > 2 else "o"  # a line through two points would tell of a course
+    for points, label, style, colour in (
+        (middles, "training", "-", "C0"),
+        (curve["held_out"], "held out", held_out, "C1"),
+    ):
         if points:
-            marker = "o-" if colour == "C1" or len(points) < 60 else "-"
-            axes.plot(*zip(*points), marker, color=colour, label=label, markersize=3 if colour == "C0" else 5)
-            axes.annotate(
-                f" {label}",
-                (points[-1][0], points[-1][1]),
-                color=colour,
-                va="top" if colour == "C0" else "bottom",
-                annotation_clip=False,
-            )
+            axes.plot(*zip(*points), style, color=colour, label=label, markersize=5)
+            x, y = points[0]  # where the two are furthest apart
+            axes.annotate(label, (x, y), color=colour, xytext=(6, 4), textcoords="offset points")
     if baseline is not None and math.isfinite(baseline):
         axes.axhline(baseline, color="0.5", linestyle="--", linewidth=1, label=baseline_words)
         axes.annotate(
-            baseline_words, (0, baseline), xycoords=("axes fraction", "data"), xytext=(4, 3),
-            textcoords="offset points", color="0.4",
+            baseline_words, (1, baseline), xycoords=("axes fraction", "data"), xytext=(-4, 3),
+            textcoords="offset points", color="0.4", ha="right",
         )  # fmt: skip
     axes.margins(x=0.12)
     axes.set_xlabel("training step")
     axes.set_ylabel("loss (nats)" if baseline is not None else "loss")
-    axes.set_title(one_line(title), fontsize="medium", parse_math=False)
+    title = one_line(title)
+    axes.set_title(title if len(title) < 92 else f"{title[:90]}…", fontsize="small", parse_math=False)
     axes.grid(alpha=0.3)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150)

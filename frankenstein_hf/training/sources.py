@@ -53,7 +53,7 @@ def load_source(data: SourceArguments, seed: int, embedded: Callable[[float], An
         rows = embedded(share)
         info = rows["train"].info
         origin = f"{info.description} ({info.license})"
-        part = Markdown(f"{data.validation_split_percentage:g} % of it, which were held out")
+        part = Markdown(f"{data.validation_split_percentage:g} % of it, held out")
         return _limited(Source(rows, origin, info.description, True, markdown(origin), part), data)
     try:
         if data.dataset_name:
