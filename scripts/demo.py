@@ -29,8 +29,8 @@ MASKED_SENTENCES = (
     "This method is called [MASK] the connection is closed.",
 )
 PROMPTS = ("Return a list of", "This class", "If the file")
-# What is usual, so that nobody takes the demo for more than it is (arXiv 1810.04805, GPT-2's report).
-USUAL = "BERT-base has 110 M parameters and read about 137,000 M tokens, GPT-2 124 M and some 10,000 M."
+# What is usual, so that nobody takes the demo for more than it is (arXiv 1810.04805, appendix A.2).
+USUAL = "BERT-base has 110 M parameters and read some 130,000 M tokens."
 
 COMMON = {
     "learning_rate": 3e-3,
@@ -139,14 +139,13 @@ def show(root: Path) -> None:
 
 def scale(kind: str, metrics: dict[str, Any]) -> str:
     """How large a model and its training were, and what came of it, in sentences."""
-    before, after, unigram = (metrics[key]["loss"] for key in ("before", "after", "unigram"))
-    right, blind = math.exp(-after), math.exp(-unigram)
+    after, unigram = (metrics[key]["loss"] for key in ("after", "unigram"))
     read = metrics["recipe"]["tokens seen"] / 1e6
     return (
-        f"  {kind.capitalize()}: {metrics['model']['parameters'] / 1e6:.1f} M parameters, {read:.2f} M tokens read. "
-        f"Loss on held-out text {before:.2f} → {after:.2f} nats;\n"
-        f"  knowing only how often each token occurs gives {unigram:.2f}. The right token gets {right:.2%} of the "
-        f"probability (geometric mean) instead of {blind:.2%}."
+        f"  {kind.capitalize()}: {metrics['model']['parameters'] / 1e6:.1f} M parameters, {read:.2f} M tokens read. Of "
+        f"held-out text it is now as unsure as among {math.exp(after):,.0f} tokens;\n"
+        f"  it began with {metrics['model']['vocab_size']:,}, and knowing only how often each occurs leaves "
+        f"{math.exp(unigram):,.0f}."
     )
 
 

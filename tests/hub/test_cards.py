@@ -243,13 +243,34 @@ def test_create_model_card_is_trainers_own_for_other_models(tmp_path):
     assert "## Model description" in (tmp_path / "README.md").read_text()
 
 
+def test_after_import_waits_for_the_end_of_a_module_that_is_running(tmp_path, monkeypatch):
+    """Importing Trainer imports modules for which others wait, and those wait for Trainer in turn."""
+    (tmp_path / "an_outer_module.py").write_text("import an_inner_module\nvalue = 1\n")
+    (tmp_path / "an_inner_module.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    seen: list[int] = []
+    after_import("an_outer_module", lambda module: seen.append(module.value))
+    after_import(
+        "an_inner_module", lambda _: after_import("an_outer_module", lambda module: seen.append(-module.value))
+    )
+    importlib.import_module("an_outer_module")
+    assert seen == [1, -1]
+    for name in ("an_outer_module", "an_inner_module"):
+        monkeypatch.delitem(sys.modules, name)
+
+
 def test_after_import_waits_for_the_module_and_survives_probes_and_reloads(tmp_path, monkeypatch):
     (tmp_path / "a_late_module.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     seen: list[int] = []
-    after_import("a_late_module", lambda module: seen.append(module.value))
-    after_import("a_late_module", lambda module: seen.append(-1))  # the same name twice: once is enough
+
+    def note(module: Any) -> None:
+        seen.append(module.value)
+
+    for _ in range(2):  # the same function twice: once is enough
+        after_import("a_late_module", note)
     assert importlib.util.find_spec("a_late_module") is not None and seen == []
     module = importlib.import_module("a_late_module")
     assert seen == [1]
