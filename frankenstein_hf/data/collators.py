@@ -237,9 +237,11 @@ class CausalLMCollator:
             labels = batch["input_ids"].clone()
             if "attention_mask" in batch:
                 labels.masked_fill_(batch["attention_mask"] == 0, -100)
-            starts = torch.ones_like(documents, dtype=torch.bool)
-            starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
-            batch["labels"] = labels.masked_fill_(starts, -100)
+            batch["labels"] = labels
+        starts = torch.ones_like(documents, dtype=torch.bool)
+        starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        # here too, where labels were given: a loss that Trainer computes by itself knows nothing of documents
+        batch["labels"] = batch["labels"].masked_fill(starts, -100)
         return batch
 
 

@@ -535,6 +535,17 @@ def check_whole(cache: Any) -> None:
         )
 
 
+def check_counted(cache: Any, mixers: list[str], length: Any) -> None:
+    """Raise ValueError naming the mixers whose layers have not counted a first call of `length` tokens."""
+    idle = [name for name, layer in zip(mixers, cache.layers) if layer.get_seq_length() != length]
+    if idle:
+        raise ValueError(
+            f"The mixer {idle[0]!r} keeps nothing in the cache it was given, so a next token would be computed without "
+            "its past. Pass use_cache=False (generate(…, use_cache=False) too), or let it write its states: a subclass "
+            "of RowMixer calls layer.read and layer.write in every `mix`."
+        )
+
+
 def cache_num_bytes(cache: Any) -> int:
     """Bytes all layers of a cache occupy."""
     return sum(layer.num_bytes() for layer in cache.layers)

@@ -536,10 +536,11 @@ def _document_starts(batch: Batch, keep: Tensor, all_real: bool) -> Tensor | Non
         number = seq_idx.gather(1, order)
         starts[:, 1:] |= number[:, 1:] != number[:, :-1]
     if cu_seq_lens is not None:
-        if B != 1 or cu_seq_lens.dim() != 1 or int(cu_seq_lens[0]) != 0 or int(cu_seq_lens[-1]) != T:
+        fits = B == 1 and cu_seq_lens.dim() == 1 and len(cu_seq_lens) > 1 and not cu_seq_lens.is_floating_point()
+        if not fits or _wrong_borders(cu_seq_lens, T):
             raise ValueError(
-                f"cu_seq_lens_q must be [documents + 1], start at 0 and end at {T}, with a batch of one; got "
-                f"{cu_seq_lens.tolist()} and a batch of {B}."
+                f"cu_seq_lens_q must be [documents + 1] whole numbers that increase from 0 to {T}, in a batch of one; "
+                f"got {cu_seq_lens.tolist()} and a batch of {B}."
             )
         border = torch.zeros(1, T + 1, dtype=torch.long, device=keep.device)
         border[0, cu_seq_lens.long()] = 1
@@ -550,6 +551,10 @@ def _document_starts(batch: Batch, keep: Tensor, all_real: bool) -> Tensor | Non
     if not bool(starts.any()):
         return None
     return torch.zeros_like(starts).scatter(1, order, starts)
+
+
+def _wrong_borders(borders: Tensor, T: int) -> bool:
+    return int(borders[0]) != 0 or int(borders[-1]) != T or bool((borders.diff() <= 0).any())
 
 
 def _positions(keep: Tensor, all_real: bool, documents: Tensor | None) -> Tensor:

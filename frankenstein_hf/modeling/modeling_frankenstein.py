@@ -12,6 +12,7 @@ from transformers.utils import can_return_tuple, logging
 from transformers.utils.deprecation import deprecate_kwarg
 
 from ..configuration.registries import MIXERS
+from .arguments import KERNEL_KEYS, check_keywords, for_stack, looked_up
 from .cache import whole_call
 from .context import Batch, make_context, packed_starts
 from .pretrained import FrankensteinPreTrainedModel
@@ -19,8 +20,14 @@ from .stack import StackModel, StackOutput
 
 logger = logging.get_logger(__name__)
 
-# Arguments that only transformers' attention functions read; they pass through the context.
-KERNEL_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids")
+
+# Trainer takes the labels away for label_smoothing_factor and compute_loss_func
+PACKED_WITHOUT_LABELS = (
+    "Packed documents are trained on without `labels`: whoever computes the loss (label_smoothing_factor and "
+    "compute_loss_func of Trainer do) has to leave out the first token of every document, or it is predicted from the "
+    "document before. Put -100 there, as frankenstein_hf.data.CausalLMCollator and transformers' "
+    "DataCollatorWithFlattening do."
+)
 
 
 class FrankensteinModel(StackModel):
@@ -77,6 +84,7 @@ class FrankensteinModel(StackModel):
             seq_idx: [B, T] document numbers of packed rows.
             cu_seq_lens_q: [documents + 1] borders of a packed batch of one.
             kwargs: Accepted for the other models' sake: `token_type_ids` is ignored, kernel arguments are passed on.
+                Others are an error unless they are None.
 
         Returns:
             `last_hidden_state` [B, T, D], `cache`, `hidden_states`, `attentions`, `aux_losses` (and their sum,
@@ -84,8 +92,10 @@ class FrankensteinModel(StackModel):
 
         Raises:
             ValueError: Arguments that do not fit together; the message says which and what to do.
+            TypeError: An argument nobody knows.
         """
         config = self.config
+        check_keywords(kwargs)
         shape, device = self._check_inputs(input_ids, inputs_embeds, attention_mask)
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         self.check_backend(device, bool(output_attentions))
@@ -107,8 +117,11 @@ class FrankensteinModel(StackModel):
             cache = DynamicCache(config=config)
         if output_hidden_states is None:
             output_hidden_states = bool(config.output_hidden_states)
-        embeddings = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        embeddings = self._embed(input_ids) if inputs_embeds is None else inputs_embeds
         return self.run_stack(embeddings, context, cache, output_hidden_states=output_hidden_states)
+
+    def _embed(self, input_ids: Any) -> Tensor:
+        return looked_up("input_ids", input_ids, self.config.vocab_size, lambda: self.embed_tokens(input_ids))
 
     def _check_inputs(
         self, input_ids: Tensor | None, inputs_embeds: Tensor | None, attention_mask: Any
@@ -123,6 +136,12 @@ class FrankensteinModel(StackModel):
             raise ValueError(
                 f"input_ids must be [batch, tokens] and inputs_embeds [batch, tokens, {self.config.hidden_size}]; "
                 f"got {list(given[0].shape)}."
+            )
+        expected = (*given[0].shape[:2], self.config.hidden_size)
+        if inputs_embeds is not None and tuple(inputs_embeds.shape) != expected:
+            raise ValueError(
+                f"inputs_embeds must be {list(expected)}"
+                f"{' as input_ids say' if len(given) == 2 else ''}, got {list(inputs_embeds.shape)}."
             )
         if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
             unable = [name for name in names if not MIXERS.get(name).native_mask]
@@ -193,11 +212,14 @@ class FrankensteinForCausalLM(FrankensteinPreTrainedModel, GenerationMixin):
             )
             logits = self.lm_head(slice_logits_to_keep(output.last_hidden_state, logits_to_keep))
             loss = None
+            hidden_states = output.last_hidden_state
+            batch = Batch.like(hidden_states, attention_mask=attention_mask, position_ids=position_ids, **packing)
+            if labels is None and self.training and cache is None and packed_starts(batch) is not None:
+                logger.warning_once(PACKED_WITHOUT_LABELS)
             if labels is not None:
-                batch = Batch.like(labels, attention_mask=attention_mask, position_ids=position_ids, **packing)
                 if (starts := packed_starts(batch)) is not None:
                     labels = labels.masked_fill(starts, -100)
-                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+                loss = self._vocabulary_loss(logits, labels, kwargs)
                 shifted = kwargs.get("shift_labels", labels[:, 1:])
                 loss = output.plus_aux_loss(loss, self.training, shifted, kwargs.get("num_items_in_batch"))
         return CausalLMOutputWithPast(
@@ -253,14 +275,12 @@ class FrankensteinForMaskedLM(FrankensteinPreTrainedModel):
         Returns:
             `loss`, `logits` [B, T, vocab_size], `hidden_states`, `attentions`.
         """
-        kwargs.pop("use_cache", None)
         output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
-            use_cache=False,
-            **for_stack(kwargs),
+            **for_stack(kwargs, use_cache=False),
         )
         hidden_states = output.last_hidden_state
         if labels is not None and self.config.sparse_prediction and self.training:
@@ -270,14 +290,8 @@ class FrankensteinForMaskedLM(FrankensteinPreTrainedModel):
         logits = self.lm_head(hidden_states)
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self._vocabulary_loss(logits, labels, kwargs)
             loss = output.plus_aux_loss(loss, self.training, labels, kwargs.get("num_items_in_batch"))
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=output.hidden_states, attentions=output.attentions
         )
-
-
-def for_stack(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a head passes on to its stack: all but the arguments of losses, whatever `config.return_dict` says."""
-    own = {key: value for key, value in kwargs.items() if key not in ("num_items_in_batch", "shift_labels")}
-    return {**own, "return_dict": True}

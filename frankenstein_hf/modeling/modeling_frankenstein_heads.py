@@ -20,8 +20,9 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import can_return_tuple
 
+from .arguments import for_stack
 from .context import Batch, packed_starts
-from .modeling_frankenstein import FrankensteinModel, for_stack
+from .modeling_frankenstein import FrankensteinModel
 from .ops.numerics import at_least_fp32
 from .pretrained import FrankensteinPreTrainedModel
 from .stack import StackOutput
@@ -43,7 +44,7 @@ class FrankensteinClassifier(FrankensteinPreTrainedModel):
         for name in ("cache", "past_key_values"):
             if arguments.get(name) is not None:
                 raise ValueError(f"{type(self).__name__} reads whole sequences: give all tokens at once and no {name}.")
-        output = self.model(use_cache=False, **for_stack(arguments))
+        output = self.model(**for_stack(arguments, use_cache=False))
         if arguments["input_ids"] is not None:  # other models look for the pad token; here only the mask counts
             self.warn_if_padding_and_no_attention_mask(arguments["input_ids"], arguments["attention_mask"])
         hidden_states = output.last_hidden_state

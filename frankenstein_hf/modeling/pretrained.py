@@ -4,8 +4,9 @@ import copy
 import os
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from ..configuration.component import did_you_mean
@@ -17,8 +18,10 @@ from ..configuration.configuration_frankenstein import (
 )
 from ..configuration.registries import MIXERS
 from ..configuration.validation import check_special_tokens
+from .arguments import looked_up
 from .hub_bundle import auto_map, changed_since, read_card, render_card, write_bundle
-from .ops.backend import TRITON
+from .implementations import implementation
+from .ops.backend import TRITON, check_triton
 
 
 def _mixer_name(backend: str | None) -> str:
@@ -63,11 +66,21 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
         if callable(fill := getattr(module, "init_parameters", None)):
             fill()
 
+    def _vocabulary_loss(self, logits: Tensor, labels: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """transformers' loss of a language model, with an error of our own for labels outside the vocabulary."""
+        size = self.config.vocab_size
+        return looked_up(
+            "labels", labels, size, lambda: self.loss_function(logits=logits, labels=labels, vocab_size=size, **kwargs)
+        )
+
     # ------------------------------------------------------------------ backends
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """transformers' check, which here also knows "triton" (see `ops/backend.py`), and the mixers in its error."""
         if requested_attention == TRITON:
+            kernels = [implementation(MIXERS.get(name)) for name in dict.fromkeys(self.config.mixer_names)]
+            if any(getattr(mixer, "needs_kernel", False) for mixer in kernels):
+                check_triton(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
             return TRITON
         if _mixer_name(requested_attention) in MIXERS:
             raise ValueError(
@@ -78,7 +91,7 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
             return super().get_correct_attn_implementation(requested_attention, is_init_check)
         except ValueError as error:
             raise ValueError(
-                f"{error} Models of this family also take 'triton'. A mixer's name"
+                f"{error} Models of this family also take 'triton' and, while they are built, the name of a mixer"
                 f"{did_you_mean(requested_attention, MIXERS.names())}"
             ) from error
 

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ..configuration.component import Round
 from ..configuration.registries import MIXERS
-from .cache import check_whole, whole_call
+from .cache import check_counted, check_whole, whole_call
 from .context import Past, SequenceContext
 from .extras import LayerExtras, summed
 from .implementations import component_class
@@ -167,6 +167,9 @@ class StackModel(FrankensteinPreTrainedModel):
                 run = partial(self._run_round, part=part, context=context, cache=cache, collected=collected)
                 stream = self.residual.loop(stream, run, part.loop) if part.looped else run(stream)
             hidden_states = self.norm(self.residual.leave(stream))
+            if cache is not None and not torch.compiler.is_compiling() and context.past_length == 0:
+                names = [self.config.mixer_names[i] for part in self._rounds() for i in part.layers]
+                check_counted(cache, names, embeddings.shape[1])
         kept = collected.hidden_states
         return StackOutput(
             last_hidden_state=hidden_states,

@@ -8,9 +8,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import frankenstein_hf as fhf
+from frankenstein_hf.auto import head_class
 from frankenstein_hf.configuration.component import MixerSpec
 from frankenstein_hf.configuration.registries import MIXERS
 from frankenstein_hf.modeling.context import Batch, make_context
+from frankenstein_hf.modeling.hub_bundle import HEADS
+from frankenstein_hf.modeling.mixers.standard import StandardAttention
+from frankenstein_hf.modeling.modeling_frankenstein import FrankensteinModel
 
 from ..tiny import tiny_config, tiny_model, tokens
 
@@ -34,7 +38,15 @@ X = tokens(2, 6)
         (dict(input_ids=X, position_ids=torch.zeros(2, 5).long()), r"position_ids must be \[2, 6\]"),
         (dict(input_ids=X, seq_idx=torch.zeros(2, 5).long()), r"seq_idx must be \[2, 6\]"),
         (dict(input_ids=X, cu_seq_lens_q=torch.tensor([0, 3, 6])), "batch of one"),
-        (dict(input_ids=X[:1], cu_seq_lens_q=torch.tensor([0, 3])), "end at 6"),
+        (dict(input_ids=X[:1], cu_seq_lens_q=torch.tensor([0, 3])), "increase from 0 to 6"),
+        (dict(input_ids=X[:1], cu_seq_lens_q=torch.tensor([1, 6])), "increase from 0 to 6"),
+        (dict(input_ids=X[:1], cu_seq_lens_q=torch.tensor([0, 4, 3, 6])), "increase from 0 to 6"),
+        (dict(input_ids=X[:1], cu_seq_lens_q=torch.tensor([0, 3, 3, 6])), "increase from 0 to 6"),
+        (dict(input_ids=X[:1], cu_seq_lens_q=torch.tensor([])), "increase from 0 to 6"),
+        (dict(inputs_embeds=torch.zeros(2, 6, 19)), r"inputs_embeds must be \[2, 6, 20\], got \[2, 6, 19\]"),
+        (dict(input_ids=X + 60), r"input_ids must be from 0 to 60 .*len\(tokenizer\)"),
+        (dict(input_ids=X - 9), "input_ids must be from 0 to 60"),
+        (dict(input_ids=X, labels=X + 60), "labels must be from 0 to 60"),
         (dict(input_ids=X, cache=3), "cache must be a transformers Cache"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
@@ -69,6 +81,55 @@ def test_memory_needs_token_ids():
     with pytest.raises(ValueError, match=r"'memory' .* needs input_ids"):
         model(inputs_embeds=embeds)
     assert torch.equal(model(input_ids=X, inputs_embeds=embeds).logits, model(X).logits)
+    for wrong in (X[:1], X[:, :3], torch.cat([X, X])):
+        with pytest.raises(ValueError, match=r"inputs_embeds must be .* as input_ids say"):
+            model(input_ids=wrong, inputs_embeds=embeds)
+
+
+HEAD_CLASSES = [head_class(reference) for reference in HEADS.values()]
+
+
+@pytest.mark.parametrize("head", HEAD_CLASSES, ids=lambda head: head.__name__)
+def test_every_head_passes_on_what_is_known_and_names_what_is_not(head):
+    model = head(tiny_config("gla")).eval()
+    x = X[:, None].expand(-1, 3, -1) if "MultipleChoice" in head.__name__ else X
+    mask = torch.ones_like(x)
+    plain = model(x, attention_mask=mask)
+    for known in (dict(use_cache=False), dict(use_cache=True), dict(token_type_ids=torch.zeros_like(x)),
+                  dict(output_hidden_states=True), dict(return_dict=True), dict(num_items_in_batch=4),
+                  dict(head_mask=None)):  # fmt: skip
+        known = {
+            key: value for key, value in known.items() if key != "num_items_in_batch" or head is not FrankensteinModel
+        }
+        again = model(x, attention_mask=mask, **known)
+        assert torch.equal(again[0], plain[0])
+    for wrong, near in (("attention_masks", "attention_mask"), ("label", "labels"), ("positions_ids", "position_ids")):
+        with pytest.raises(TypeError, match=f"no argument '{wrong}' here; did you mean '{near}'"):
+            model(x, **{wrong: mask})
+    with pytest.raises(TypeError, match="'output_router_logits'"):
+        model(x, output_router_logits=True)
+
+
+def test_a_mixer_that_keeps_nothing_is_named_before_it_generates_nonsense(monkeypatch):
+    class Forgetful(StandardAttention):
+        """Attention without its past."""
+
+        def forward(self, hidden_states, context, cache=None):
+            return super().forward(hidden_states, context, None)
+
+    MIXERS.names()
+    monkeypatch.setattr(MIXERS, "_specs", dict(MIXERS._specs))
+    fhf.register_mixer(MixerSpec(name="forgetful", family="test", summary="", reference=""), Forgetful)
+    for pattern in (["forgetful"], ["standard", "forgetful"], ["forgetful", "gla"]):
+        model = tiny_model(pattern)
+        with pytest.raises(ValueError, match=r"'forgetful' keeps nothing in the cache.*use_cache=False"):
+            model.generate(X, max_new_tokens=2, do_sample=False)
+        model.generate(X, max_new_tokens=2, do_sample=False, use_cache=False)
+
+
+def test_an_unknown_backend_is_answered_in_a_whole_sentence():
+    with pytest.raises(ValueError, match="while they are built, the name of a mixer; did you mean 'gla'"):
+        tiny_model("swa").set_attn_implementation("glaa")
 
 
 def test_a_mixer_without_the_mode_is_refused_by_the_head(monkeypatch):

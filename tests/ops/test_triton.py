@@ -43,10 +43,18 @@ def pretended(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["gla", "gated_deltanet"])
-def test_without_a_gpu_the_model_says_so_before_it_computes(name, no_gpu):
-    model = tiny_model(["standard", name], attn_implementation="triton")
+def test_without_a_gpu_triton_is_refused_when_it_is_chosen(name, no_gpu, monkeypatch):
+    message = r"needs tensors on a GPU, got them on 'cpu'.*attn_implementation='sdpa'"
+    with pytest.raises(ValueError, match=message):
+        tiny_model(["standard", name], attn_implementation="triton")
+    model = tiny_model(["standard", name])
+    with pytest.raises(ValueError, match=message):
+        model.set_attn_implementation("triton")
+    tiny_model("standard", attn_implementation="triton")(tokens(1, 5))  # nothing there has a kernel
+    # chosen where there is a GPU, run where there is none
+    model.config._attn_implementation_internal = "triton"
     model.model.embed_tokens.register_forward_hook(lambda *_: pytest.fail("computed something"))
-    with pytest.raises(ValueError, match=r"needs tensors on a GPU, got them on 'cpu'.*attn_implementation='sdpa'"):
+    with pytest.raises(ValueError, match=message):
         model(tokens(1, 5))
 
 

@@ -43,7 +43,8 @@ class MemoryAttention(StandardAttention):
         if context.input_ids is None:
             raise ValueError(
                 f"'memory' (layer {self.layer_idx}) looks values up by token id and needs input_ids; got inputs_embeds "
-                "only. Pass input_ids, or choose another mixer."
+                "only. Pass input_ids too (generate() drops them where inputs_embeds are given: leave those out), or "
+                "choose another mixer."
             )
         memory = self.memory_norm(self.token_memory(context.input_ids))
         return key + split_heads(memory, self.num_key_value_heads).to(key.dtype)
