@@ -7,6 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 Stream = Any
 
@@ -78,3 +81,7 @@ class NoResidual(ResidualStream):
     """Layers without skips, to see what they are worth: each output replaces the stream."""
 
     connection = ReplacingConnection
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        logger.warning_once("residual='none' has no skips: an ablation, hard to train in more than a few layers.")

@@ -163,6 +163,8 @@ class StackModel(FrankensteinPreTrainedModel):
             embeddings = embeddings.masked_fill(~context.keep[..., None], 0.0)
         with whole_call(cache):
             stream = self.residual.enter(embeddings)
+            if not isinstance(stream, Tensor) and self.gradient_checkpointing and self.training:
+                self._refuse_reentrant_checkpointing()
             for part in self._rounds():
                 run = partial(self._run_round, part=part, context=context, cache=cache, collected=collected)
                 stream = self.residual.loop(stream, run, part.loop) if part.looped else run(stream)
@@ -180,6 +182,14 @@ class StackModel(FrankensteinPreTrainedModel):
             metrics={name: torch.stack(values) for name, values in collected.metrics.items()} or None,
             max_logits=None if collected.max_logits is None else tuple(collected.max_logits),
         )
+
+    def _refuse_reentrant_checkpointing(self) -> None:
+        how = getattr(self.layers[0]._gradient_checkpointing_func, "keywords", {})
+        if how.get("use_reentrant"):
+            raise ValueError(
+                f"residual={self.config.residual!r} has a stream of several tensors, whose gradients reentrant "
+                "checkpointing loses: set gradient_checkpointing_kwargs={'use_reentrant': False}."
+            )
 
     def _rounds(self) -> list[Round]:
         built, wanted = len(self.layers), self.config.num_hidden_layers
