@@ -1,4 +1,4 @@
-"""Gated attention: `gated_softmax` beside transformers' Qwen3-Next attention, `fox` pair by pair."""
+"""Gated attention: `gated_softmax` beside transformers' Qwen3-Next attention, `fox` and `fpa` pair by pair."""
 
 import numpy as np
 import pytest
@@ -103,3 +103,53 @@ def test_fox_options_norm_queries_and_keys_and_gate_the_output():
     for norm in (full.q_norm, full.k_norm):
         norm.forward = lambda x: x
     assert_near(run(full, x), gateless, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_fpa_forgets_by_the_deepest_dip_between_a_key_and_its_query(is_causal):
+    mixer, x = make_mixer("fpa"), torch.randn(1, T, D, dtype=torch.float64)
+    torch.nn.init.normal_(mixer.log_strength)
+    w, rows = numpy_weights(mixer), x[0].numpy()
+    q, k, v = (rows @ w[f"{name}_proj.weight"].T for name in "qkv")
+    δ, g, h = (rows @ w["f_proj.weight"].T + w["f_proj.bias"]).reshape(T, 3, H).transpose(1, 0, 2)
+    heads = []
+    for head in range(H):
+        walk = np.cumsum(δ[:, head])
+        back = np.array([δ[u + 1 :, head].sum() for u in range(T)])  # W'_u, of the tokens behind u
+        logits = np.full((T, T), -np.inf)
+        for t in range(T):
+            for s in range(t + 1 if is_causal else T):
+                dip = 0.0
+                if s < t:
+                    dip = (walk + g[:, head])[s + 1 : t + 1].min() - (walk + h[:, head])[s]
+                elif s > t:
+                    dip = (back + g[:, head])[t:s].min() - (back + h[:, head])[s]
+                bias = np.exp(w["log_strength"][head]) * min(0.0, dip)
+                logits[t, s] = q[t, head * W : (head + 1) * W] @ k[s] / np.sqrt(W) + bias
+        heads.append(softmax_over(logits) @ v)
+    expected = torch.from_numpy(np.concatenate(heads, axis=1) @ w["o_proj.weight"].T)
+    for backend in ("eager", "sdpa"):
+        assert_near(run(mixer, x, is_causal, backend)[0], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_fpa_with_a_falling_walk_and_nothing_else_is_fox(is_causal):
+    fpa, fox = make_mixer("fpa"), make_mixer("fox")
+    fox.load_state_dict({key: x for key, x in fpa.state_dict().items() if "f_proj" not in key and "log" not in key} | {
+        "f_proj.weight": fox.f_proj.weight, "f_proj.bias": fox.f_proj.bias,
+    })  # fmt: skip
+    x = torch.randn(2, T, D, dtype=torch.float64)
+    fall = torch.nn.functional.logsigmoid(fox.f_proj(x))
+    fpa.f_proj.forward = lambda x: torch.cat([fall / fpa.log_strength.exp(), torch.zeros(2, T, 2 * H)], dim=-1)
+    torch.nn.init.normal_(fpa.log_strength)
+    assert_near(run(fpa, x, is_causal), run(fox, x, is_causal), rtol=1e-9, atol=1e-9)
+
+
+def test_fpa_leaves_dead_keys_out_in_evaluation_only_and_by_an_error_a_threshold_bounds():
+    exact, evicting = make_mixer("fpa"), make_mixer("fpa", {"eviction_threshold": 12.0})
+    evicting.load_state_dict(exact.state_dict())
+    x = torch.randn(1, 60, D, dtype=torch.float64)
+    assert_near(run(evicting, x), run(exact, x), rtol=1e-3, atol=1e-3)
+    assert not torch.equal(run(evicting, x), run(exact, x))
+    assert_near(run(evicting, x, backend="eager"), run(evicting, x), rtol=1e-9, atol=1e-9)
+    assert torch.equal(run(evicting.train(), x), run(exact.train(), x))
