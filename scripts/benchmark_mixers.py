@@ -26,9 +26,14 @@ from torch.nn import functional as F
 from transformers import (
     DynamicCache,
     HfArgumentParser,
+    LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     ModernBertConfig,
     ModernBertForMaskedLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    StaticCache,
 )
 from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.models.mamba.modeling_mamba import MambaMixer
@@ -39,6 +44,7 @@ from frankenstein_hf.configuration.registries import MIXERS
 from frankenstein_hf.data.atomic import write_json, write_text
 from frankenstein_hf.modeling.context import Batch, make_context
 from frankenstein_hf.modeling.implementations import implementation
+from frankenstein_hf.modeling.mixers.base import Run
 from frankenstein_hf.modeling.ops.decayed_scan import decayed_scan
 from frankenstein_hf.modeling.ops.delta_rule import delta_rule
 from frankenstein_hf.modeling.ops.window_attention import window_attention
@@ -60,10 +66,17 @@ class Arguments:
 
     suites: list[str] = field(
         default_factory=lambda: ["cores", "memory", "mamba", "encoder", "decode", "mixers", "import"],
-        metadata={"help": "any of: cores memory mamba encoder decode mixers scans import"},
+        metadata={"help": "any of: cores memory mamba encoder decode mixers scans models tokens compiled import"},
     )
     mixers: list[str] = field(default_factory=fhf.list_mixers, metadata={"help": "mixers of the suites mixers, decode"})
     lengths: list[int] = field(default_factory=lambda: [2048, 8192], metadata={"help": "lengths of cores and mixers"})
+    shapes: list[str] = field(
+        default_factory=lambda: ["32x128", "8x512", "2x2048", "1x8192"],
+        metadata={"help": "batch x tokens of the suites models and compiled"},
+    )
+    pasts: list[int] = field(
+        default_factory=lambda: [64, 1024, 8192], metadata={"help": "cached tokens of the suite tokens"}
+    )
     gates: list[float] = field(default_factory=lambda: [-0.05, -2.0], metadata={"help": "log-decays of the cores"})
     rounds: int = field(default=3, metadata={"help": "interleaved runs of every case"})
     threads: int = field(default=1, metadata={"help": "PyTorch threads"})
@@ -242,7 +255,7 @@ def scan_step(name: str, T: int, gate: float) -> Step:
     with torch.no_grad():
         inputs = mixer.project(x, plain_context(x, config, True).rows[0])
     leaves = scan_leaves(inputs, gate)
-    return train_step(lambda *values: mixer.scan(dict(zip(inputs, values)), {}, None)[0], *leaves)
+    return train_step(lambda *values: mixer.scan(dict(zip(inputs, values)), {}, Run())[0], *leaves)
 
 
 def titan_step(memory: str, T: int, gate: float) -> Step:
@@ -253,7 +266,7 @@ def titan_step(memory: str, T: int, gate: float) -> Step:
     leaves = scan_leaves(inputs, gate)
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
-        recalled, _ = mixer.remember(dict(zip(inputs, values)), {}, None)
+        recalled, _ = mixer.remember(dict(zip(inputs, values)), {}, Run())
         return window_attention(q, k, v, left=mixer.params.window_size - 1, right=0).mT.sum() + recalled.sum()
 
     return train_step(run, heads(T), heads(T), heads(T), *leaves)
@@ -401,6 +414,163 @@ def decode(arguments: Arguments) -> dict[str, Any]:
     return results
 
 
+# ---------------------------------------------------------------------- whole models at everyday shapes
+
+
+SMALL = dict(vocab_size=4096, hidden_size=D, num_hidden_layers=4, num_attention_heads=H)
+WIDTH_OF_FEED_FORWARD = 704  # what `FrankensteinConfig` chooses: 8/3 of 256, rounded up to a multiple of 32
+
+
+def whole_models(names: list[str], longest: int) -> dict[str, torch.nn.Module]:
+    """Causal models of four layers and width 256: those of transformers, the default pattern, one for every mixer."""
+    common = {**SMALL, "intermediate_size": WIDTH_OF_FEED_FORWARD, "max_position_embeddings": longest + 64}
+    llama = LlamaConfig(**common, num_key_value_heads=H, attn_implementation="sdpa")
+    qwen = Qwen3NextConfig(
+        **common, num_key_value_heads=H, head_dim=W, linear_num_key_heads=H, linear_num_value_heads=H,
+        linear_key_head_dim=W, linear_value_head_dim=W, num_experts=0, mlp_only_layers=[0, 1, 2, 3],
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    models: dict[str, torch.nn.Module] = {
+        "transformers' Llama": LlamaForCausalLM(llama),
+        "transformers' Qwen3-Next": Qwen3NextForCausalLM(qwen),
+        "default pattern": fhf.FrankensteinForCausalLM(fhf.FrankensteinConfig(**common)),
+    }
+    for name in dict.fromkeys(["standard", *names]):
+        if MIXERS.get(name).causal:
+            models[name] = fhf.FrankensteinForCausalLM(fhf.FrankensteinConfig(**common, layer_pattern=name))
+    return models
+
+
+def whole_encoders(names: list[str], longest: int) -> dict[str, torch.nn.Module]:
+    """ModernBERT of the same sizes, and encoders of ours."""
+    common = {**SMALL, "intermediate_size": WIDTH_OF_FEED_FORWARD, "max_position_embeddings": longest + 64}
+    special = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
+    modern = ModernBertConfig(**common, **special, global_attn_every_n_layers=1, attn_implementation="sdpa")
+    models: dict[str, torch.nn.Module] = {
+        "transformers' ModernBERT": ModernBertForMaskedLM(modern),
+        "default pattern": fhf.FrankensteinForMaskedLM(fhf.FrankensteinConfig(**common)),
+    }
+    for name in dict.fromkeys(["standard", *names]):
+        if MIXERS.get(name).bidirectional:
+            models[name] = fhf.FrankensteinForMaskedLM(fhf.FrankensteinConfig(**common, layer_pattern=name))
+    return models
+
+
+def loss_step(model: Callable[..., Any], parameters: list[torch.nn.Parameter], ids: torch.Tensor) -> Step:
+    """Forward and backward of the loss."""
+
+    def step() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+    return step
+
+
+def forward_step(model: Callable[..., Any], ids: torch.Tensor) -> Step:
+    """Prefill: a forward that fills a cache and computes the last logits."""
+
+    def step() -> None:
+        with torch.no_grad():
+            model(input_ids=ids, use_cache=True, logits_to_keep=1)
+
+    return step
+
+
+def models(arguments: Arguments) -> dict[str, Any]:
+    """Training step and prefill of whole models, in units of transformers' Llama (encoders: ModernBERT)."""
+    results: dict[str, dict[str, float]] = {}
+    shapes = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes]
+    longest = max(T for _, T in shapes)
+    causal, encoders = whole_models(arguments.mixers, longest), whole_encoders(arguments.mixers, longest)
+    for batch, T in shapes:
+        ids = torch.randint(5, SMALL["vocab_size"], (batch, T))
+        column = f"{batch}x{T}"
+        steps = {name: loss_step(model.train(), list(model.parameters()), ids) for name, model in causal.items()}
+        seconds = interleaved(steps, arguments.rounds)
+        for name, value in seconds.items():
+            results.setdefault(name, {})[f"step {column}"] = value / seconds["transformers' Llama"]
+        peak = peak_bytes(steps["transformers' Llama"])
+        for name, step in steps.items():
+            results[name][f"step's memory {column}"] = peak_bytes(step) / peak
+        seconds = interleaved({n: forward_step(m.eval(), ids) for n, m in causal.items()}, arguments.rounds)
+        for name, value in seconds.items():
+            results[name][f"prefill {column}"] = value / seconds["transformers' Llama"]
+
+        def encode(model: torch.nn.Module, ids: torch.Tensor = ids) -> Callable[..., Any]:
+            return lambda input_ids, labels, use_cache: model(input_ids=input_ids, labels=labels)
+
+        steps = {n: loss_step(encode(m.train()), list(m.parameters()), ids) for n, m in encoders.items()}
+        seconds = interleaved(steps, arguments.rounds)
+        for name, value in seconds.items():
+            row = results.setdefault(name, {})
+            row[f"encoder's step {column}"] = value / seconds["transformers' ModernBERT"]
+    return results
+
+
+def token_step(model: Callable[..., Any], cache: Any, name: str, past: int, static: bool) -> Step:
+    """Ten tokens from `past` on, one at a time, with the cache taken back where it can be."""
+    token = torch.zeros(1, 1, dtype=torch.long)
+
+    def step() -> None:
+        with torch.no_grad():
+            for _ in range(10):
+                model(token, **{name: cache}, use_cache=True)
+
+    return step
+
+
+def tokens(arguments: Arguments) -> dict[str, Any]:
+    """Decoding a token: milliseconds, and in units of `standard`, from growing caches and compiled from static ones."""
+    results: dict[str, dict[str, float]] = {}
+    for past in arguments.pasts:
+        built = whole_models(arguments.mixers, past)
+        for static in (False, True):
+            steps = {}
+            for name, model in built.items():
+                key = "past_key_values" if name.startswith("transformers") else "cache"
+                if static and name.endswith("Qwen3-Next"):
+                    continue  # has no static cache
+                room = past + 64 + 10 * (arguments.rounds + 4)
+                kind = functools.partial(StaticCache, max_cache_len=room) if static else DynamicCache
+                cache = kind(config=model.eval().config)
+                with torch.no_grad():
+                    model(torch.randint(5, 4096, (1, past)), **{key: cache}, use_cache=True, logits_to_keep=1)
+                run: Callable[..., Any] = model
+                if static:
+                    torch.compiler.reset()
+                    run = torch.compile(model, fullgraph=True)
+                steps[name] = token_step(run, cache, key, past, static)
+            seconds = interleaved(steps, arguments.rounds)
+            for name, value in seconds.items():
+                row, what = results.setdefault(name, {}), f"{'compiled, static' if static else 'eager'}, after {past}"
+                row[f"ms {what}"] = value * 100
+                row[f"/ standard {what}"] = value / seconds["standard"]
+    return results
+
+
+def compiled(arguments: Arguments) -> dict[str, Any]:
+    """A compiled training step in units of the eager one, and its graph breaks."""
+    results: dict[str, dict[str, float]] = {}
+    shapes = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes]
+    for name, model in whole_models(arguments.mixers, max(T for _, T in shapes)).items():
+        for batch, T in shapes:
+            ids = torch.randint(5, SMALL["vocab_size"], (batch, T))
+            parameters = list(model.train().parameters())
+            torch.compiler.reset()
+            steps = {
+                "eager": loss_step(model, parameters, ids),
+                "compiled": loss_step(torch.compile(model), parameters, ids),
+            }
+            seconds = interleaved(steps, arguments.rounds)
+            row = results.setdefault(name, {})
+            row[f"compiled / eager {batch}x{T}"] = seconds["compiled"] / seconds["eager"]
+        torch.compiler.reset()
+        explained = torch._dynamo.explain(model)(input_ids=ids, labels=ids, use_cache=False)
+        row["graph breaks"] = explained.graph_break_count
+    return results
+
+
 def import_time(arguments: Arguments) -> dict[str, Any]:
     """Seconds `import frankenstein_hf` adds to importing torch and transformers' PreTrainedModel."""
     code = (
@@ -423,6 +593,9 @@ SUITES = {
     "decode": decode,
     "mixers": mixers,
     "scans": scans,
+    "models": models,
+    "tokens": tokens,
+    "compiled": compiled,
     "import": import_time,
 }
 

@@ -10,7 +10,7 @@ import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 from .values import choices_of, describe_range, did_you_mean, param, problem, shown
 
@@ -29,10 +29,32 @@ __all__ = [
 class Params:
     """Base of every component's parameters: frozen, typed, range-checked. Fields are declared with `param`."""
 
+    former_names: ClassVar[Mapping[str, str]] = {}  # of parameters, which old configurations use, by today's
+
     @classmethod
     def types(cls) -> dict[str, Any]:
         """Annotated type of every parameter, by name."""
         return typing.get_type_hints(cls)
+
+    @classmethod
+    def named(cls, values: Mapping[str, Any], owner: str) -> dict[str, Any]:
+        """`values` under today's names. Raises ValueError where one parameter is given under two of its names."""
+        if not isinstance(values, Mapping):
+            raise ValueError(f"Parameters of {owner!r} must be a dict of names and values, got {shown(values)}.")
+        for former, name in cls.former_names.items():
+            if former in values and name in values:
+                raise ValueError(f"{owner!r}: {former!r} and {name!r} are one parameter; give one of them.")
+        return {cls.former_names.get(key, key): value for key, value in values.items()}
+
+    @classmethod
+    def upgraded(cls, values: Mapping[str, Any], version: str) -> Mapping[str, Any]:
+        """`values` of a configuration that an earlier `version` wrote, with what has another default since written out.
+
+        Args:
+            values: As written, under any of the names.
+            version: Of this library, below today's.
+        """
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], owner: str) -> Self:
@@ -45,8 +67,7 @@ class Params:
         Raises:
             ValueError: Unknown name, wrong type, or a value outside its range.
         """
-        if not isinstance(values, Mapping):
-            raise ValueError(f"Parameters of {owner!r} must be a dict of names and values, got {shown(values)}.")
+        values = cls.named(values, owner)
         names = [field.name for field in dataclasses.fields(cls)]
         for key in values:
             if key not in names:

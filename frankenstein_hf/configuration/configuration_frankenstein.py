@@ -31,11 +31,11 @@ from .values import setting, shown
 
 logger = logging.get_logger(__name__)
 
-FRANKENSTEIN_VERSION = "0.1.0"
+FRANKENSTEIN_VERSION = "0.2.0"
 DEFAULT_PATTERN = ("gated_deltanet", "swa", "gated_deltanet", "standard")
 
 # Cache layers are looked up by these names; the version keeps bundles of different ages apart in one process.
-STATE_LAYER_TYPE = "frankenstein_state_1"
+STATE_LAYER_TYPE = "frankenstein_state_2"
 KV_LAYER_TYPE = "frankenstein_kv_1"
 
 # What `per_layer_config` may change for one layer.
@@ -47,10 +47,11 @@ PER_LAYER_KEYS = frozenset({"mixer_params", "intermediate_size", "hidden_act", "
 def is_newer(version: object) -> bool:
     """Whether `version`, as "1.2.3", is above this code's."""
 
-    def key(text: str) -> list[int]:
-        return [int(part) for part in text.split(".") if part.isdigit()]
+    return isinstance(version, str) and _numbers(version) > _numbers(FRANKENSTEIN_VERSION)
 
-    return isinstance(version, str) and key(version) > key(FRANKENSTEIN_VERSION)
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".") if part.isdigit()]
 
 
 def newer_note(version: object) -> str:
@@ -248,6 +249,8 @@ class FrankensteinConfig(PreTrainedConfig):
             repeats = -(-self.num_hidden_layers // len(DEFAULT_PATTERN))
             self.layer_pattern = list(DEFAULT_PATTERN * repeats)[: self.num_hidden_layers]
         self.mixer_params = copy.deepcopy(self.mixer_params or {})
+        if _numbers(self.frankenstein_version) < _numbers(FRANKENSTEIN_VERSION):
+            self._upgrade(kwargs)
         self._check_pattern()
         check_layer_types(kwargs.pop("layer_types", None), self.layer_types)
         super().__post_init__(**kwargs)
@@ -264,6 +267,25 @@ class FrankensteinConfig(PreTrainedConfig):
             self.hidden_act = GATED_FORMS[self.hidden_act]
         elif self.hidden_act == "maxout":
             self.hidden_act, self.feed_forward = "identity", "maxout"
+
+    def _upgrade(self, kwargs: dict[str, Any]) -> None:
+        """Make a configuration of an earlier version say what it meant, here and in `kwargs["per_layer_config"]`."""
+
+        def upgraded(params: Mapping[str, Any]) -> dict[str, Any]:
+            return {
+                name: MIXERS.get(name).params.upgraded(values, self.frankenstein_version)
+                if name in MIXERS and isinstance(values, Mapping)
+                else values
+                for name, values in params.items()
+            }
+
+        self.mixer_params = upgraded(self.mixer_params or {})
+        layers = kwargs.get("per_layer_config")
+        if isinstance(layers, Mapping):
+            kwargs["per_layer_config"] = {
+                index: {**layer, "mixer_params": upgraded(layer["mixer_params"])} if "mixer_params" in layer else layer
+                for index, layer in layers.items()
+            }
 
     # ------------------------------------------------------------------ checking
 
@@ -454,7 +476,7 @@ class FrankensteinConfig(PreTrainedConfig):
         values = layer_config.mixer_params.get(spec.name, {})
         params = spec.params.from_dict(values, spec.name)
         try:
-            return params.resolve(layer_config, frozenset(values))
+            return params.resolve(layer_config, frozenset(spec.params.named(values, spec.name)))
         except ValueError as error:
             raise ValueError(f"{spec.name!r} in layer {layer_idx}: {error}") from None
 

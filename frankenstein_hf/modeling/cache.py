@@ -108,14 +108,13 @@ class MixerStateLayer(_RealTokens, CacheLayerMixin):
             self._replay(advance)
         return self.states or None
 
-    def write(self, states: States, inputs: States, keep: Tensor, all_real: bool) -> None:
+    def write(self, states: States, inputs: States, keep: Tensor) -> None:
         """Store the states after a call.
 
         Args:
             states: What the next call needs.
             inputs: [R, L, …] tensors `advance` would be fed with to get there; kept while the past is recorded.
             keep: [B, T] real tokens of the call.
-            all_real: Whether `keep` is all True.
         """
         if self.record_past:
             for record in self._history[1:]:
@@ -431,10 +430,10 @@ class MixerStaticStateLayer(_StaticCount, MixerStateLayer):
         """Not while the past is recorded, whose records grow."""
         return not self.record_past
 
-    def write(self, states: States, inputs: States, keep: Tensor, all_real: bool) -> None:
+    def write(self, states: States, inputs: States, keep: Tensor) -> None:
         """Store the states after a call, in the tensors of the call before. See the base class."""
         kept = self.states
-        super().write(states, inputs, keep, all_real)
+        super().write(states, inputs, keep)
         if kept and not self.record_past:
             # a rollback may have left them shorter
             same = {name: kept[name] for name, x in states.items() if kept[name].shape == x.shape}

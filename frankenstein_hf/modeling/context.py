@@ -29,7 +29,6 @@ class Rows:
             when the rows are the batch as given.
         lengths: [R] number of real tokens, or None when all L are real.
         num_past: [R] real tokens an earlier call has put into the cache, or None when there are none.
-        batch_index: [R] batch row each row was taken from, or None when row r is batch row r.
         size: L.
     """
 
@@ -37,7 +36,6 @@ class Rows:
     index: Tensor | None
     lengths: Tensor | None
     num_past: Tensor | None
-    batch_index: Tensor | None
     size: int
 
     def __post_init__(self) -> None:
@@ -262,10 +260,10 @@ class SequenceContext:
         B, T = self.keep.shape
         if self.documents is None:
             if self.all_real:
-                yield Rows(self, None, None, self.num_past, None, T)
+                yield Rows(self, None, None, self.num_past, T)
                 return
             offsets = torch.arange(B, device=self.keep.device)[:, None] * T
-            yield Rows(self, offsets + _real_first(self.keep), self.keep.sum(1), self.num_past, None, T)
+            yield Rows(self, offsets + _real_first(self.keep), self.keep.sum(1), self.num_past, T)
             return
         rows = torch.arange(B, device=self.keep.device)[:, None]
         tokens = self.keep.flatten().nonzero().squeeze(1)  # flat index of every real token, in order
@@ -279,7 +277,7 @@ class SequenceContext:
             size = int(lengths[members].max())
             index = tokens.new_zeros(len(members), size)
             index[number[document[chosen]], place[chosen]] = tokens[chosen]
-            yield Rows(self, index, lengths[members], None, index[:, 0] // T, size)
+            yield Rows(self, index, lengths[members], None, size)
 
     def restore(self, outputs: list[Tensor]) -> Tensor:
         """One tensor [R, L, …] per group of `rows` -> [B, T, …]; zeros at pads that belong to no row."""

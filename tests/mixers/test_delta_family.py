@@ -6,6 +6,8 @@ import torch
 from transformers import KimiLinearConfig
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 
+from frankenstein_hf.modeling.mixers.base import Run
+
 from ..tiny import assert_near, relative_rms
 from .run import make_mixer, numpy_weights, run
 
@@ -30,19 +32,21 @@ def convolve(x, weight):
 
 def readout(q, k, v, alpha, b, w, exclude_own):
     """One head, matrices written out: S_t = (I − k_t (b_t ⊙ k_t)ᵀ) Diag(α_t) S_{t−1} + k_t (w_t ⊙ v_t)ᵀ."""
-    S, out = np.zeros((W, W)), []
+    K = q.shape[1]
+    S, out = np.zeros((K, v.shape[1])), []
     for t in range(len(q)):
-        erased = (np.eye(W) - np.outer(k[t], b[t] * k[t])) @ np.diag(alpha[t]) @ S
+        erased = (np.eye(K) - np.outer(k[t], b[t] * k[t])) @ np.diag(alpha[t]) @ S
         S = erased + np.outer(k[t], w[t] * v[t])
-        out.append((erased if exclude_own else S).T @ q[t] / np.sqrt(W))
+        out.append((erased if exclude_own else S).T @ q[t] / np.sqrt(K))
     return np.stack(out)
 
 
 def expected_output(name, params, weights, x, is_causal):
     w = weights
-    heads = lambda y: y.reshape(len(y), H, W).transpose(1, 0, 2)  # noqa: E731
+    heads = lambda y: y.reshape(len(y), H, -1).transpose(1, 0, 2)  # noqa: E731
+    K, V = round(W * params.get("expand_k", 1)), round(W * params.get("expand_v", 1))
     qkv = x @ np.concatenate([w["q_proj.weight"], w["k_proj.weight"], w["v_proj.weight"]]).T
-    alpha = np.ones((H, T, W))
+    alpha = np.ones((H, T, K))
     if name != "deltanet":
         a = heads(x @ w["decay_down_proj.weight"].T @ w["decay_up_proj.weight"].T) + w["dt_bias"][:, None]
         alpha = np.exp(-np.exp(w["A_log"])[:, None, None] * np.logaddexp(0, a))
@@ -51,29 +55,37 @@ def expected_output(name, params, weights, x, is_causal):
         if params.get("allow_negative_eigenvalues"):
             erase = 2 * erase
     else:
-        beta = sigmoid(x @ w["b_proj.weight"].T).T[:, :, None].repeat(W, axis=2)
-        erase = write = 2 * beta if params.get("allow_negative_eigenvalues") else beta
+        beta = sigmoid(x @ w["b_proj.weight"].T).T[:, :, None]
+        beta = 2 * beta if params.get("allow_negative_eigenvalues") else beta
+        erase, write = beta.repeat(K, axis=2), beta.repeat(V, axis=2)
 
     def read(flip):
         order = slice(None, None, -1 if flip else 1)
         inputs = qkv[order]
         if params.get("use_short_conv", True):
             inputs = convolve(inputs, w["conv.weight"])
-        q, k, v = (heads(y) for y in np.split(inputs, 3, axis=1))
+        elif params.get("activation", "silu") == "silu":
+            inputs = silu(inputs)
+        q, k, v = (heads(y) for y in np.split(inputs, [H * K, 2 * H * K], axis=1))
         q, k = (y / np.sqrt((y**2).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
         gates = (y[:, order] for y in (alpha, erase, write))
         return np.stack([readout(*head, exclude_own=flip) for head in zip(q, k, v, *gates)])[:, order]
 
     out = read(flip=False) if is_causal else read(flip=False) + read(flip=True)
     out = out / np.sqrt((out**2).mean(-1, keepdims=True) + 1e-6) * w["norm.weight"]
-    out = out.transpose(1, 0, 2).reshape(T, H * W)
+    out = out.transpose(1, 0, 2).reshape(T, H * V)
     if name != "deltanet" and params.get("gate", True):
         activation = silu if params.get("gate_activation") == "silu" else sigmoid
         out = out * activation(x @ w["g_down_proj.weight"].T @ w["g_up_proj.weight"].T)
     return out @ w["o_proj.weight"].T
 
 
-COMMON = [{}, {"use_short_conv": False, "allow_negative_eigenvalues": True}]
+COMMON = [
+    {},
+    {"use_short_conv": False, "allow_negative_eigenvalues": True},
+    {"use_short_conv": False, "activation": "identity"},
+    {"expand_k": 0.5, "expand_v": 2.0},
+]
 GATED = [{"gate": False, "gate_low_rank": 3}, {"gate_activation": "silu", "conv_kernel": 1}]
 
 
@@ -159,13 +171,13 @@ def test_gated_deltanet2_with_one_gate_for_erasing_and_writing_is_kda():
 
 @pytest.mark.parametrize("sequential", [True, False])
 def test_with_full_writes_and_unit_keys_deltanet_reads_back_the_last_write(sequential):
-    mixer, n = make_mixer("deltanet", {"use_short_conv": False}), 200
+    mixer, n = make_mixer("deltanet", {"use_short_conv": False, "activation": "identity"}), 200
     basis = torch.linalg.qr(torch.randn(H, W, W, dtype=torch.float64)).Q
     written, asked = torch.randint(W, (2, n))
     value = torch.randn(H, n, W, dtype=torch.float64)
     keys, queries = (1e5 * basis[:, index] for index in (written, asked))  # long, so that eps of the norm does not show
     qkv = torch.cat([x.transpose(0, 1).flatten(1) for x in (queries, keys, value)], dim=-1)[None]
-    out, _ = mixer.scan({"qkv": qkv, "beta": torch.ones(1, n, H).double()}, {}, None, sequential=sequential)
+    out, _ = mixer.scan({"qkv": qkv, "beta": torch.ones(1, n, H).double()}, {}, Run(sequential=sequential))
     for t in range(n):
         when = (written[: t + 1] == asked[t]).nonzero()
         expected = value[:, when[-1, 0]] if len(when) else torch.zeros(H, W, dtype=torch.float64)
@@ -178,7 +190,7 @@ def test_extreme_gates_and_repeated_keys_with_full_writes_stay_near_the_fp64_rec
     n, mixer = 150, make_mixer(name, {"use_short_conv": False})
     key = torch.randn(1, 1, H * W).expand(1, n, -1)
     inputs = {"qkv": torch.cat([torch.randn(1, n, H * W), key, torch.randn(1, n, H * W)], dim=-1)}
-    shapes = {key: x.shape[2:] for key, x in mixer.gates(torch.randn(1, 1, D).double()).items()}
+    shapes = {key: x.shape[2:] for key, x in mixer.project(torch.randn(1, 1, D).double(), None).items() if key != "qkv"}
     for gate, shape in shapes.items():
         if gate != "log_decay":
             inputs[gate] = torch.ones(1, n, *shape)
@@ -192,9 +204,9 @@ def test_extreme_gates_and_repeated_keys_with_full_writes_stay_near_the_fp64_rec
     results = []
     for dtype, sequential in ((torch.float32, False), (torch.float64, True)):
         leaves = {key: x.detach().to(dtype, copy=True).requires_grad_() for key, x in inputs.items()}
-        out, states = mixer.scan(leaves, {}, None, sequential=sequential)
+        out, states = mixer.scan(leaves, {}, Run(sequential=sequential))
         mirrored = {key: x.flip(1) for key, x in leaves.items()}
-        out = out + mixer.scan(mirrored, {}, None, exclude_own=True, sequential=sequential)[0].flip(1)
+        out = out + mixer.scan(mirrored, {}, Run(exclude_own=True, sequential=sequential))[0].flip(1)
         (out.square().sum() + states["state"].square().sum()).backward()
         results.append([out, states["state"], *(x.grad for x in leaves.values())])
     for label, fast, exact in zip(("readout", "state", *inputs), *results):

@@ -6,6 +6,7 @@ import torch
 from transformers import DynamicCache
 
 from frankenstein_hf.configuration.mixers.falcon import SPECS, FalconParams
+from frankenstein_hf.modeling.mixers.base import Run
 from frankenstein_hf.modeling.mixers.falcon import eager_falcon1
 from frankenstein_hf.modeling.ops.banded import dominant_combination
 
@@ -16,7 +17,14 @@ H, W, T, D = 2, 10, 19, 20
 NAMES = [spec.name for spec in SPECS]
 every = pytest.mark.parametrize("name", NAMES)
 each_mode = pytest.mark.parametrize("is_causal", [True, False])
-PLAIN = {"lambda_mode": "static", "lambda": 0.0, "eps": 0.0, "shifted": False, "short_conv": False}
+PLAIN = {
+    "lambda_mode": "static",
+    "lambda": 0.0,
+    "eps": 0.0,
+    "shifted": False,
+    "use_short_conv": False,
+    "activation": "identity",
+}
 
 
 def silu(x):
@@ -32,7 +40,7 @@ def convolve(x, weight):
 def one_head(name, q, k, v, step, ridge, p, exclude_own):
     """S is K×V; pairs [(x, v)] in order of arrival; every quantity of a step as the paper defines it."""
     S, pairs, out = np.zeros((W, W)), [], []
-    window = p.window if name.startswith("falcon3") else 1
+    window = p.window_size if name.startswith("falcon3") else 1
     for t in range(len(q)):
         if not p.shifted:
             pairs.append((k[t], v[t]))
@@ -73,7 +81,7 @@ def falcon(name, x, mixer, is_causal):
         ridge = np.logaddexp(0, x @ w["lambda_proj.weight"].T + w["lambda_bias"])
 
     def readout(qkv, step, ridge, exclude_own=False):
-        qkv = convolve(qkv, w["conv.weight"]) if p.short_conv else qkv
+        qkv = convolve(qkv, w["conv.weight"]) if p.use_short_conv else qkv
         q, k, v = np.stack(np.split(qkv, 3 * H, axis=1)).reshape(3, H, T, W)
         if p.qk_norm == "rms_norm":
             q, k = (y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-6) for y in (q, k))
@@ -97,7 +105,14 @@ def falcon(name, x, mixer, is_causal):
     [
         {},
         {"beta_mode": "ctx_beta", "qk_norm": "l2_norm", "shifted": False},
-        {"beta_mode": "static", "beta": 1.5, "lambda_mode": "static", "lambda": 0.4, "short_conv": False},
+        {
+            "beta_mode": "static",
+            "beta": 1.5,
+            "lambda_mode": "static",
+            "lambda": 0.4,
+            "use_short_conv": False,
+            "activation": "identity",
+        },
         {"lambda_mode": "static", "lambda": 50.0, "eps_gamma": 0.3, "chunk_size": 5},
     ],
 )
@@ -136,7 +151,9 @@ def twin(source, name, params):
 
 @each_mode
 def test_falcon1_equals_deltanet(is_causal):
-    deltanet = make_mixer("deltanet", {"use_short_conv": False, "allow_negative_eigenvalues": True})
+    deltanet = make_mixer(
+        "deltanet", {"use_short_conv": False, "activation": "identity", "allow_negative_eigenvalues": True}
+    )
     falcon1 = twin(deltanet, "falcon1", PLAIN | {"qk_norm": "l2_norm", "beta_mode": "ctx_beta"})
     falcon1.norm.eps *= W  # deltanet's readout is smaller by K^½
     x = torch.randn(2, 70, D, dtype=torch.float64)  # whose keys have unit length up to ε
@@ -158,7 +175,7 @@ def test_falcon1a_is_linear_attention():
 @each_mode
 def test_a_window_of_one_pair_changes_nothing(windowed, plain, shifted, is_causal):
     source = make_mixer(plain, {"shifted": shifted})
-    mixer = twin(source, windowed, {"shifted": shifted, "window": 1})
+    mixer = twin(source, windowed, {"shifted": shifted, "window_size": 1})
     x = torch.randn(2, 70, D, dtype=torch.float64)
     for backend in ("eager", "sdpa"):
         assert_near(run(mixer, x, is_causal, backend), run(source, x, is_causal, backend), rtol=1e-9, atol=1e-9)
@@ -214,10 +231,12 @@ def test_a_key_without_energy_and_no_epsilon_writes_nothing(name):
 
 
 @every
-@pytest.mark.parametrize("params", [{}, {"shifted": False, "short_conv": False}, {"chunk_size": None}])
+@pytest.mark.parametrize(
+    "params", [{}, {"shifted": False, "use_short_conv": False, "activation": "identity"}, {"chunk_size": None}]
+)
 def test_decoding_in_pieces_equals_the_full_forward_with_forgetting_from_the_token(name, params):
     if name.startswith("falcon3"):
-        params = {**params, "window": 5}
+        params = {**params, "window_size": 5}
     model, x = tiny_model(name, mixer_params={name: params}), tokens(2, 24)
     with torch.no_grad():
         expected = model(x, use_cache=False).logits
@@ -230,7 +249,7 @@ def test_decoding_in_pieces_equals_the_full_forward_with_forgetting_from_the_tok
 @every
 def test_the_statistic_of_lambda_is_detached(name):
     """∂λ/∂k = 0: with λ from the token, keys receive the gradient they would with λ held at its values."""
-    mixer = make_mixer(name, {"short_conv": False, "beta_mode": "static"})
+    mixer = make_mixer(name, {"use_short_conv": False, "activation": "identity", "beta_mode": "static"})
     qkv, forget = torch.randn(1, 9, 3 * H * W, dtype=torch.float64), torch.rand(1, 9, H, dtype=torch.float64)
     steps, seen = mixer._steps, []
 
@@ -245,7 +264,7 @@ def test_the_statistic_of_lambda_is_detached(name):
     for function in (steps, fixed):
         mixer._steps = function
         x = qkv.clone().requires_grad_()
-        readout, _ = mixer.scan({"qkv": x, "forget": forget}, {}, None)
+        readout, _ = mixer.scan({"qkv": x, "forget": forget}, {}, Run())
         seen.append(torch.autograd.grad(readout.square().sum(), x)[0])
     assert_near(seen[0], seen[1], rtol=1e-9, atol=1e-9)
 
@@ -257,7 +276,7 @@ def test_falcon3_measures_the_largest_eigenvalue_and_its_gradient(window):
     x[0, 0, :window] = 0.0  # an empty window
     x[0, 1, 4:9] = x[0, 1, 4]  # the same key again and again
     x.requires_grad_()
-    mixer = make_mixer("falcon3", {"window": window})
+    mixer = make_mixer("falcon3", {"window_size": window})
     actual = mixer.statistic(x, torch.ones(1, 1, 1, 1, dtype=torch.float64))
     X = x.unfold(2, window, 1)
     expected = torch.linalg.eigvalsh(X @ X.mT)[..., -1]
@@ -266,6 +285,19 @@ def test_falcon3_measures_the_largest_eigenvalue_and_its_gradient(window):
     gradients = [torch.autograd.grad((y * weights).sum(), x)[0] for y in (actual, expected)]
     assert_near(*gradients, rtol=1e-7, atol=1e-9)
     assert torch.equal(dominant_combination(x.detach() * 0, window), torch.zeros(1, 2, 12, window))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("window", [2, 3, 4, 8, 13])
+def test_the_largest_eigenvalue_converges_however_near_the_next_one_is(window, dtype):
+    for gap in (0.0, 1e-12, 1e-8, 1e-6, 1e-4, 1e-2, 0.5):
+        scales = torch.cat([torch.tensor([1.0, 1.0 - gap]), torch.rand(window - 2)]).double().sqrt()
+        turned = torch.linalg.qr(torch.randn(6, window, window, dtype=torch.float64)).Q
+        x = (turned * scales) @ torch.linalg.qr(torch.randn(6, window, window, dtype=torch.float64)).Q
+        x = x.to(dtype)[None]  # [1, 6, window, K]: one complete window a head
+        u = dominant_combination(x, window)[0, :, 0]
+        length = (u[:, :, None] * x[0].flip(1)).double().sum(1).square().sum(-1)
+        assert_near(length, torch.ones(6).double(), rtol=1e-13 if dtype == torch.float64 else 4e-6, atol=0)
 
 
 def test_lambda_is_written_as_in_the_paper():

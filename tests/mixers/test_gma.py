@@ -37,7 +37,7 @@ def affinities(x, w, is_causal):
 
 
 def mixer_with_a_random_mixture(**params):
-    mixer = make_mixer("gma", {"num_components": M, "routing_dim": P, "epsilon": EPSILON} | params)
+    mixer = make_mixer("gma", {"num_components": M, "routing_dim": P, "eps": EPSILON} | params)
     for parameter in (mixer.raw_variances, mixer.prior_logits):
         torch.nn.init.normal_(parameter)
     return mixer
@@ -82,7 +82,7 @@ def test_responsibilities_in_fp32_are_those_of_fp64(offset):
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 def test_far_and_near_queries_stay_finite_and_close_to_fp64(is_causal, scale):
     """From equal responsibilities to components that own a token alone, so that some affinities are exactly zero."""
-    mixer = mixer_with_a_random_mixture(epsilon=1e-6)
+    mixer = mixer_with_a_random_mixture(eps=1e-6)
     with torch.no_grad():
         mixer.means.mul_(scale)
         mixer.q_proj.weight.mul_(scale)
@@ -99,7 +99,7 @@ def test_far_and_near_queries_stay_finite_and_close_to_fp64(is_causal, scale):
 
 
 def test_long_sequences_in_half_precision_follow_fp64():
-    mixer = mixer_with_a_random_mixture(epsilon=1e-6)
+    mixer = mixer_with_a_random_mixture(eps=1e-6)
     half = mixer.to(torch.bfloat16)
     x = torch.randn(1, 4096, D, dtype=torch.bfloat16)
     y = run(half, x)

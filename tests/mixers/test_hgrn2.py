@@ -7,7 +7,7 @@ import torch
 import frankenstein_hf as fhf
 from frankenstein_hf.modeling.mixers.hgrn2 import HGRN2
 
-from ..tiny import assert_near, relative_rms, tiny_config
+from ..tiny import assert_near, relative_rms, tiny_config, tiny_model, tokens
 from .run import make_mixer, numpy_weights, run
 
 H, W, T, D, LAYERS = 2, 10, 40, 20, 4
@@ -18,7 +18,7 @@ def sigmoid(x):
 
 
 def expected_output(x, w, bound, is_causal):
-    heads = lambda y: y.reshape(T, H, W).transpose(1, 0, 2)  # noqa: E731
+    heads = lambda y: y.reshape(T, H, -1).transpose(1, 0, 2)  # noqa: E731
     project = lambda name: x @ w[f"{name}_proj.weight"].T  # noqa: E731
     g = bound + (1 - bound) * sigmoid(project("f"))
     k = heads(project("k") if "k_proj.weight" in w else 1 - g)
@@ -28,7 +28,7 @@ def expected_output(x, w, bound, is_causal):
         order = slice(None, None, -1 if flip else 1)
         out = []
         for q_h, k_h, v_h, g_h in zip(q[:, order], k[:, order], v[:, order], g[:, order]):
-            S, rows = np.zeros((W, W)), []
+            S, rows = np.zeros((q_h.shape[1], v_h.shape[1])), []
             for q_t, k_t, v_t, g_t in zip(q_h, k_h, v_h, g_h):
                 decayed = np.diag(g_t) @ S
                 S = decayed + np.outer(k_t, v_t)
@@ -37,7 +37,7 @@ def expected_output(x, w, bound, is_causal):
         return np.stack(out)[:, order]
 
     out = read(flip=False) if is_causal else read(flip=False) + read(flip=True)
-    out = out.transpose(1, 0, 2).reshape(T, H * W)
+    out = out.transpose(1, 0, 2).reshape(T, -1)
     out = out / np.sqrt((out**2).mean(-1, keepdims=True) + 1e-6) * w["norm.weight"]
     return out @ w["o_proj.weight"].T
 
@@ -53,7 +53,13 @@ def layer(index, **params):
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize(
     ("index", "params", "bound"),
-    [(0, {}, 0.0), (3, {}, 0.75), (1, {"lower_bound": 0.9}, 0.9), (2, {"tied_key": False}, 0.5)],
+    [
+        (0, {}, 0.0),
+        (3, {}, 0.75),
+        (1, {"lower_bound": 0.9}, 0.9),
+        (2, {"tied_key": False}, 0.5),
+        (1, {"expand_k": 0.5, "expand_v": 2.0}, 0.25),
+    ],
 )
 def test_follows_the_paper(is_causal, index, params, bound):
     mixer, x = layer(index, **params), torch.randn(1, T, D, dtype=torch.float64)
@@ -94,6 +100,33 @@ def test_log_gates_and_tied_keys_lose_no_digits_at_either_end(bound):
     np.testing.assert_allclose(key.detach().double().numpy(), forgets.astype(np.float64), rtol=1e-5, atol=1e-37)
     slope = (forgets / (1 + np.exp(-exact)) / kept).astype(np.float64)
     np.testing.assert_allclose(gradient.double().numpy(), slope, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("index", range(LAYERS))
+def test_learned_bounds_are_sums_of_a_softmax_over_the_layers(is_causal, index):
+    """The paper's γ^ℓ = Σ_{i<ℓ} softmax(Γ)_i per channel: zero in the first layer, growing with depth."""
+    mixer, x = layer(index, lower_bound="learned"), torch.randn(1, T, D, dtype=torch.float64)
+    w = numpy_weights(mixer)
+    shares = np.exp(w["lower_bounds.weight"])
+    bound = (shares / shares.sum(0))[:index].sum(0)
+    expected = torch.from_numpy(expected_output(x[0].numpy(), w, bound, is_causal))
+    for backend in ("eager", "sdpa"):
+        assert_near(run(mixer, x, is_causal, backend)[0], expected, rtol=1e-9, atol=1e-9)
+
+
+def test_layers_share_their_learned_bounds_and_start_at_their_depth(tmp_path):
+    model = tiny_model(["hgrn2"] * LAYERS, mixer_params={"hgrn2": {"lower_bound": "learned"}})
+    tables = [block.mixer.lower_bounds.weight for block in model.model.layers]
+    assert all(table is tables[0] for table in tables)
+    assert_near(model.model.layers[3].mixer.lower_bounds(3), torch.full((H * W,), 0.75))
+    x = tokens(2, 9)
+    model(x, labels=x).loss.backward()
+    assert tables[0].grad.isfinite().all() and tables[0].grad.abs().sum() > 0
+    with torch.no_grad():
+        tables[0].normal_()
+    model.save_pretrained(tmp_path, save_code=False)
+    assert torch.equal(type(model).from_pretrained(tmp_path).eval()(x).logits, model(x).logits)
 
 
 @pytest.mark.parametrize("bound", [1.0, -0.1, float("nan"), "deep"])

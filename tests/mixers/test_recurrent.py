@@ -29,12 +29,12 @@ def convolve(x, weight, bias=0.0):
 
 
 def gla_readout(q, k, v, log_decay, exclude_own):
-    S, out = np.zeros((W, W)), []
+    S, out = np.zeros((q.shape[1], v.shape[1])), []
     for t in range(len(q)):
         S = np.exp(log_decay[t])[:, None] * S
         before = S
         S = S + np.outer(k[t], v[t])
-        out.append(q[t] @ (before if exclude_own else S) / np.sqrt(W))
+        out.append(q[t] @ (before if exclude_own else S) / np.sqrt(q.shape[1]))
     return np.stack(out)
 
 
@@ -45,9 +45,9 @@ def gla(x, w, is_causal, conv):
 
     def readout(qkv, log_decay, exclude_own=False):
         qkv = convolve(qkv, w["conv.weight"]) if conv else qkv
-        heads = [slice(h * W, (h + 1) * W) for h in range(H)]
-        q, k, v = np.split(qkv, 3, axis=1)
-        return [gla_readout(q[:, h], k[:, h], v[:, h], log_decay[:, h], exclude_own) for h in heads]
+        K = log_decay.shape[1]
+        heads = (np.split(y, H, axis=1) for y in (*np.split(qkv, [K, 2 * K], axis=1), log_decay))
+        return [gla_readout(*head, exclude_own) for head in zip(*heads)]
 
     out = np.stack(readout(qkv, log_decay))
     if not is_causal:
@@ -59,8 +59,9 @@ def gla(x, w, is_causal, conv):
 
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("conv", [False, True])
-def test_gla_follows_the_paper(is_causal, conv):
-    mixer, x = make_mixer("gla", {"use_short_conv": conv}), torch.randn(1, T, D, dtype=torch.float64)
+@pytest.mark.parametrize("widths", [{}, {"expand_k": 0.5, "expand_v": 2.0}])
+def test_gla_follows_the_paper(is_causal, conv, widths):
+    mixer, x = make_mixer("gla", {"use_short_conv": conv} | widths), torch.randn(1, T, D, dtype=torch.float64)
     expected = torch.from_numpy(gla(x[0].numpy(), numpy_weights(mixer), is_causal, conv))
     for backend in ("eager", "sdpa"):
         assert_near(run(mixer, x, is_causal, backend)[0], expected, rtol=1e-9, atol=1e-9)
@@ -124,7 +125,7 @@ def test_gated_deltanet_follows_the_paper(is_causal, params):
     beta = sigmoid(h @ w["b_proj.weight"].T) * (2 if params.get("allow_negative_eigenvalues") else 1)
 
     def readout(qkv, alpha, beta, exclude_own=False):
-        qkv = convolve(qkv, w["conv.weight"]) if params.get("use_short_conv", True) else qkv
+        qkv = convolve(qkv, w["conv.weight"]) if params.get("use_short_conv", True) else silu(qkv)
         heads = np.stack(np.split(qkv, 3 * H, axis=1)).reshape(3, H, T, W)
         q, k = (y / np.sqrt((y**2).sum(-1, keepdims=True) + 1e-6) for y in heads[:2])
         return np.stack(

@@ -12,14 +12,15 @@ H, W, D = 4, 10, 20
 
 def rotate(x, theta):
     """Channel pairs (n, n + W/2) as complex numbers, turned by position / theta^(2n/W)."""
-    z = x[..., : W // 2] + 1j * x[..., W // 2 :]
+    z = x[..., : x.shape[-1] // 2] + 1j * x[..., x.shape[-1] // 2 :]
+    W = x.shape[-1]
     z = z * np.exp(1j * np.arange(x.shape[-2])[:, None] * theta ** (-2.0 * np.arange(W // 2) / W))
     return np.concatenate([z.real, z.imag], axis=-1)
 
 
-def parallel(x, w, theta, is_causal, rotary, gate):
+def parallel(x, w, theta, is_causal, rotary, gate, expand_k=1.0, expand_v=1.0):
     T = len(x)
-    q, k, v = ((x @ w[f"{name}_proj.weight"].T).reshape(T, H, W).transpose(1, 0, 2) for name in "qkv")
+    q, k, v = ((x @ w[f"{name}_proj.weight"].T).reshape(T, H, -1).transpose(1, 0, 2) for name in "qkv")
     if rotary:
         q, k = rotate(q, theta), rotate(k, theta)
     distance = np.arange(T)[:, None] - np.arange(T)
@@ -27,10 +28,10 @@ def parallel(x, w, theta, is_causal, rotary, gate):
     decay = gamma[:, None, None] ** np.abs(distance)
     if is_causal:
         decay = decay * (distance >= 0)
-    out = (q @ k.transpose(0, 2, 1) / np.sqrt(W) * decay) @ v
+    out = (q @ k.transpose(0, 2, 1) / np.sqrt(q.shape[-1]) * decay) @ v
     out = (out - out.mean(-1, keepdims=True)) / np.sqrt(out.var(-1, keepdims=True) + 1e-6)
     out = out * w["norm.weight"][:, None] + w["norm.bias"][:, None]
-    out = out.transpose(1, 0, 2).reshape(T, H * W)
+    out = out.transpose(1, 0, 2).reshape(T, -1)
     if gate:
         g = x @ w["g_proj.weight"].T
         out = out * g / (1 + np.exp(-g))
@@ -38,7 +39,7 @@ def parallel(x, w, theta, is_causal, rotary, gate):
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("params", [{}, {"rotary": False}, {"gate": False}])
+@pytest.mark.parametrize("params", [{}, {"rotary": False}, {"gate": False}, {"expand_k": 0.6, "expand_v": 2.0}])
 def test_parallel_chunked_and_recurrent_forms_agree(is_causal, params):
     mixer = make_mixer("retnet", params, num_attention_heads=H)
     x = torch.randn(1, 150, D, dtype=torch.float64)

@@ -184,3 +184,97 @@ def test_rows_at_different_phases_continue_as_if_never_interrupted(params):
 def test_a_depth_without_an_mlp_is_refused():
     with pytest.raises(ValueError, match="memory_depth=3 needs memory='mlp'"):
         tiny_config("titan", mixer_params={"titan": {"memory": "linear", "memory_depth": 3}})
+
+
+# ---------------------------------------------------------------------- short convolutions and persistent tokens
+
+EVERYTHING = {"window_size": 5, "chunk_size": 4, "use_short_conv": True, "persistent_tokens": 3, "max_step": 0.1}
+
+
+def convolved(x, weight):
+    """Causal depthwise convolution of [T, E] with [E, taps], the last tap on the current token."""
+    taps = weight.shape[1]
+    padded = torch.cat([x.new_zeros(taps - 1, x.shape[1]), x])
+    return sum(padded[n : n + len(x)] * weight[:, n] for n in range(taps))
+
+
+def rotated(x, positions, theta=10000.0):
+    """[T, heads, W] turned by position, channel n paired with n + W/2."""
+    angles = positions[:, None] * theta ** (-2.0 * torch.arange(W // 2, dtype=torch.float64) / W)
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def with_everything(mixer, x, is_causal):
+    """The paper's picture: persistent tokens in front of the row, convolutions, window and memory, added up."""
+    p, N, G = mixer.params, len(mixer.persistent), mixer.num_key_value_heads
+    row = torch.cat([mixer.persistent, x])
+    weights = torch.cat([getattr(mixer, f"{name}_proj").weight for name in "qkv"])
+    qkv = convolved(row @ weights.T, mixer.conv.weight).view(len(row), H + 2 * G, W)
+    places = torch.arange(len(row))
+    positions = (places - N).clamp_min(0)
+    q, k = rotated(qkv[:, :H], positions), rotated(qkv[:, H : H + G], positions)
+    k, v = (y.repeat_interleave(H // G, dim=1) for y in (k, qkv[:, H + G :]))
+    distance = places[:, None] - places
+    reach = p.window_size
+    seen = (distance < reach) & (distance >= 0) if is_causal else distance.abs() <= reach // 2
+    seen = seen | ((places < N) & (distance >= 0 if is_causal else True))
+    scores = (torch.einsum("ihw,jhw->hij", q, k) / W**0.5).masked_fill(~seen, -torch.inf)
+    attended = torch.einsum("hij,jhw->ihw", scores.softmax(-1), v)[N:].flatten(1)
+
+    def recall(tokens, exclude_own=False):
+        row = torch.cat([mixer.persistent, tokens])
+        weights = torch.cat([getattr(mixer, f"memory_{name}_proj").weight for name in "qkv"])
+        q, k, v = F.silu(convolved(row @ weights.T, mixer.memory_conv.weight)).view(len(row), 3, H, W).unbind(1)
+        q, k = (y / (y.square().sum(-1, keepdims=True) + 1e-6).sqrt() for y in (q, k))
+        rates = (row @ mixer.rates_proj.weight.T + mixer.rates_proj.bias).sigmoid().view(-1, 3, H)
+        keep, eta = rates[:, 0], rates[:, 1]
+        theta = p.max_step * rates[:, 2] * (1 - eta)
+        heads = [
+            memory_loop(
+                q[:, h], k[:, h], v[:, h], keep[:, h], eta[:, h], theta[:, h], list(mixer.memory[h]),
+                chunk=p.chunk_size, longest=p.max_gradient, exclude_own=exclude_own,
+            )
+            for h in range(H)
+        ]  # fmt: skip
+        return torch.stack(heads, dim=1)[N:]
+
+    memory = recall(x) if is_causal else recall(x) + recall(x.flip(0), exclude_own=True).flip(0)
+    memory = memory / (memory.square().mean(-1, keepdim=True) + 1e-6).sqrt() * mixer.norm.weight
+    memory = memory.flatten(1) * F.silu(x @ mixer.g_proj.weight.T)
+    return (attended + memory) @ mixer.o_proj.weight.T
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_convolutions_and_persistent_tokens_follow_the_paper(is_causal):
+    mixer, x = make_mixer("titan", EVERYTHING), torch.randn(14, D, dtype=torch.float64)
+    with torch.no_grad():
+        mixer.persistent.normal_()
+        expected = with_everything(mixer, x, is_causal)
+        for backend in ("eager", "sdpa"):
+            assert_near(run(mixer, x[None], is_causal, backend)[0], expected, rtol=1e-5, atol=1e-5)  # fp32 angles
+
+
+def test_convolutions_and_persistent_tokens_decode_pack_pad_and_roll_back():
+    model, x = tiny_model(["titan"] * 2, mixer_params={"titan": EVERYTHING}), tokens(2, 20)
+    with torch.no_grad():
+        expected = model(x, use_cache=False).logits
+        cache, start = DynamicCache(config=model.config), 0
+        for size in (2, 9, 1, 1, 7):
+            assert_near(model(x[:, start : start + size], cache=cache).logits, expected[:, start : start + size])
+            start += size
+        layer = cache.layers[0]
+        kept = sum(y.numel() for y in layer.states.values() if y.is_floating_point()) // 2
+        assert kept == MIXERS.get("titan").state_size(model.config.params_for(0), model.config)
+        cache = DynamicCache(config=model.config)
+        cache.activate_past_recording()
+        model(torch.cat([x[:, :6], x[:, 9:13]], dim=1), cache=cache)
+        cache.crop(-4)
+        assert_near(model(x[:, 6:], cache=cache).logits, expected[:, 6:])
+        mask = torch.ones(2, 20, dtype=torch.long)
+        mask[:, [0, 3, 11]] = 0
+        padded = model(x, attention_mask=mask).logits[mask.bool()].view(2, 17, -1)
+        assert_near(padded, model(x[mask.bool()].view(2, 17)).logits)
+        packed = model(x.view(1, 40), position_ids=torch.arange(20).repeat(2)[None]).logits
+        assert_near(packed.view(2, 20, -1), expected)

@@ -131,7 +131,7 @@ def test_a_tail_lives_through_what_its_streams_live_through(static):
         layer.count(keep, True)
         layer.extend("latent", x)
         states = layer.tail.read(advance) or {}
-        layer.tail.write(advance({"x": x}, states, None), {"x": x}, keep, True)
+        layer.tail.write(advance({"x": x}, states, None), {"x": x}, keep)
 
     layer = MixerStaticKVLayer(max_cache_len=9) if static else MixerKVLayer()
     call(layer, 3)

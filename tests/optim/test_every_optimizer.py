@@ -1,6 +1,7 @@
 """What every registered optimizer must honour."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -140,7 +141,7 @@ def test_a_closure_is_called_with_gradients_enabled_and_its_loss_returned(name):
 @every
 def test_hyperparameters_out_of_range_raise_with_the_range(name):
     spec, model = OPTIMIZERS.get(name), language_model()
-    for field in spec.params.__dataclass_fields__.values():
+    for field in dataclasses.fields(spec.params):
         low, high, below, choices = (field.metadata.get(key) for key in ("minimum", "maximum", "below", "choices"))
         wrong = []
         if low is not None:
@@ -215,6 +216,6 @@ def test_spec_is_complete(name):
     spec = fhf.optimizer_spec(name)
     assert spec.summary and spec.reference and spec.family and spec.implementation
     assert name in fhf.list_optimizers(spec.family)
-    for field in spec.params.__dataclass_fields__.values():
+    for field in dataclasses.fields(spec.params):
         assert field.metadata["doc"]
     assert (spec.needs == "callback") == bool(spec.callback)

@@ -1,6 +1,7 @@
 """QK-clip and MuonClip: what a step does to the weights and to the logits."""
 
 import copy
+import dataclasses
 import gc
 
 import numpy as np
@@ -312,7 +313,7 @@ def test_wrong_names_and_parameters_raise_at_once():
         with pytest.raises(ValueError, match="names"):
             create(stabilizers=3)
     for spec in STABILIZERS:
-        for field in spec.params.__dataclass_fields__.values():
+        for field in dataclasses.fields(spec.params):
             assert field.metadata["doc"]
             with pytest.raises(ValueError) as caught:
                 fhf.create_optimizer(model, "adamw", stabilizers={spec.name: {field.name: -1.0}})

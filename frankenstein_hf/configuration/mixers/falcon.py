@@ -2,14 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar
 
-from ..component import MixerSpec, Params, param
+from ..component import MixerSpec, param
+from ..linear import ConvolutionParams
 
 
 @dataclass(frozen=True, kw_only=True)
-class FalconParams(Params):
+class FalconParams(ConvolutionParams):
     """Parameters of `falcon1`, `falcon2`, `falcon1a` and `falcon2a`. In a config λ is called "lambda"."""
+
+    former_names: ClassVar[Mapping[str, str]] = {"lambda": "lambda_", "short_conv": "use_short_conv"}
 
     chunk_size: int | None = param(64, "tokens computed in parallel at most; None: token by token", minimum=1)
     qk_norm: str = param("rms_norm", "feature map φ of queries and keys", choices=("rms_norm", "l2_norm"))
@@ -23,19 +26,9 @@ class FalconParams(Params):
     )
     beta: float = param(1.0, "β when beta_mode is static", minimum=0.0, maximum=2.0)
     lambda_: float = param(0.0, "λ when lambda_mode is static; in a config its name is 'lambda'", minimum=0.0)
-    short_conv: bool = param(True, "short causal convolution on q, k and v")
-    conv_kernel: int = param(4, "taps of the short convolution", minimum=1, maximum=1024)
     eps: float = param(1e-6, "ε of the step size", minimum=0.0)
     eps_gamma: float = param(1e-4, "a step keeps at least this part of the state", minimum=1e-6, maximum=1.0)
     shifted: bool = param(True, "write v_t to the previous token's key (read after write) instead of to its own")
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], owner: str) -> Self:
-        if isinstance(values, Mapping) and "lambda" in values:
-            if "lambda_" in values:
-                raise ValueError(f"{owner!r}: 'lambda' and 'lambda_' are one parameter; give one of them.")
-            values = {"lambda_" if key == "lambda" else key: value for key, value in values.items()}
-        return super().from_dict(values, owner)
 
     @property
     def pairs(self) -> int:
@@ -52,17 +45,18 @@ class FalconParams(Params):
 class FalconWindowParams(FalconParams):
     """Parameters of `falcon3` and `falcon3a`."""
 
-    window: int = param(4, "B, the last pairs every step rehearses", minimum=1)
+    former_names: ClassVar[Mapping[str, str]] = {**FalconParams.former_names, "window": "window_size"}
+
+    window_size: int = param(4, "B, the last pairs every step rehearses", minimum=1)
 
     @property
     def pairs(self) -> int:
-        return self.window
+        return self.window_size
 
 
 def _state_floats(params: FalconParams, config: Any) -> int:
     width = config.num_attention_heads * config.head_dim
-    convolution = 3 * width * (params.conv_kernel - 1) if params.short_conv else 0
-    return width * (config.head_dim + params.past_keys + params.pairs - 1) + convolution
+    return width * (config.head_dim + params.past_keys + params.pairs - 1) + params.tail_floats(3 * width)
 
 
 def _spec(name: str, class_name: str, summary: str, params: type[FalconParams] = FalconParams) -> MixerSpec:
@@ -77,7 +71,7 @@ def _spec(name: str, class_name: str, summary: str, params: type[FalconParams] =
         implementation=f"mixers.falcon:{class_name}",
         cache=frozenset({"state", "tail"}),
         state_size=_state_floats,
-        small_params={**small, "window": 3} if params is FalconWindowParams else small,
+        small_params={**small, "window_size": 3} if params is FalconWindowParams else small,
     )
 
 

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from ..component import MixerSpec, param
-from .deltanet import DeltaNetParams, delta_state_floats
+from ..linear import linear_state_floats
+from .deltanet import DeltaNetParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,6 @@ SPECS = (
         params=GatedDeltaNetParams,
         implementation="mixers.gated_deltanet:GatedDeltaNet",
         cache=frozenset({"state", "tail"}),
-        state_size=delta_state_floats,
+        state_size=linear_state_floats,
     ),
 )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..component import MixerSpec
-from .deltanet import delta_state_floats
+from ..linear import linear_state_floats
 from .kda import KDAParams
 
 
@@ -21,6 +21,6 @@ SPECS = (
         params=GatedDeltaNet2Params,
         implementation="mixers.gated_deltanet2:GatedDeltaNet2",
         cache=frozenset({"state", "tail"}),
-        state_size=delta_state_floats,
+        state_size=linear_state_floats,
     ),
 )

@@ -1,25 +1,31 @@
 """Spec of `gla`: gated linear attention."""
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
-from ..component import MixerSpec, Params, param
+from ..component import MixerSpec, param
+from ..linear import ConvolutionParams, WidthParams, linear_state_floats
 
 
 @dataclass(frozen=True, kw_only=True)
-class GLAParams(Params):
-    """Parameters of `gla`."""
+class GLAParams(WidthParams, ConvolutionParams):
+    """Parameters of `gla`. Published checkpoints have expand_k = 0.5."""
 
     gate_low_rank: int = param(16, "rank of the decay gate's projection", minimum=1)
     gate_normalizer: float = param(16.0, "c in log α = logsigmoid(W x)/c", minimum=1e-3)
     use_short_conv: bool = param(False, "short causal convolution on q, k and v")
-    conv_kernel: int = param(4, "taps of the short convolution", minimum=1, maximum=1024)
+    activation: str | None = param(
+        None, "of q, k and v; silu by default behind a convolution, else identity", choices=(None, "silu", "identity")
+    )
 
+    @classmethod
+    def upgraded(cls, values: Mapping[str, Any], version: str) -> Mapping[str, Any]:
+        return values
 
-def _state_floats(params: GLAParams, config: Any) -> int:
-    width = config.num_attention_heads * config.head_dim
-    tail = 3 * width * (params.conv_kernel - 1) if params.use_short_conv else 0
-    return width * config.head_dim + tail
+    def resolve(self, config: Any, explicit: frozenset[str]) -> Self:
+        default = "silu" if self.use_short_conv else "identity"
+        return replace(super().resolve(config, explicit), activation=self.activation or default)
 
 
 SPECS = (
@@ -32,6 +38,6 @@ SPECS = (
         params=GLAParams,
         implementation="mixers.gla:GatedLinearAttention",
         cache=frozenset({"state", "tail"}),
-        state_size=_state_floats,
+        state_size=linear_state_floats,
     ),
 )

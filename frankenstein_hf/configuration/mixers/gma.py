@@ -1,7 +1,8 @@
 """Spec of `gma`: Gaussian mixture attention."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from ..component import MixerSpec, Params, param
 
@@ -10,9 +11,11 @@ from ..component import MixerSpec, Params, param
 class GMAParams(Params):
     """Parameters of `gma`."""
 
+    former_names: ClassVar[Mapping[str, str]] = {"epsilon": "eps"}
+
     num_components: int = param(8, "Gaussian components a head, the slots of its memory", minimum=1)
     routing_dim: int | None = param(None, "width of queries and keys; the head width by default", minimum=1)
-    epsilon: float = param(1e-6, "added to the sum of affinities a readout is divided by", minimum=1e-12, maximum=1.0)
+    eps: float = param(1e-6, "added to the sum of affinities a readout is divided by", minimum=1e-12, maximum=1.0)
     sigma_eps: float = param(1e-4, "smallest variance of a component", minimum=1e-8, maximum=0.5)
     init_mean_std: float = param(1.0, "spread of the initial component means", minimum=0.0)
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from ..component import MixerSpec, param
-from .deltanet import DeltaNetParams, delta_state_floats
+from ..linear import linear_state_floats
+from .deltanet import DeltaNetParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +19,7 @@ class KDAParams(DeltaNetParams):
     gate_activation: str = param("sigmoid", "of the output gate: as published, or silu", choices=("sigmoid", "silu"))
 
     def resolve(self, config: Any, explicit: frozenset[str]) -> Self:
-        return replace(self, gate_low_rank=self.gate_low_rank or config.head_dim)
+        return replace(super().resolve(config, explicit), gate_low_rank=self.gate_low_rank or config.head_dim)
 
 
 SPECS = (
@@ -31,6 +32,6 @@ SPECS = (
         params=KDAParams,
         implementation="mixers.kda:KimiDeltaAttention",
         cache=frozenset({"state", "tail"}),
-        state_size=delta_state_floats,
+        state_size=linear_state_floats,
     ),
 )

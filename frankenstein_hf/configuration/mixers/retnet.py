@@ -1,21 +1,17 @@
 """Spec of `retnet`: retention."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from ..component import MixerSpec, Params, param
+from ..component import MixerSpec, param
+from ..linear import WidthParams, linear_state_floats
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetNetParams(Params):
-    """Parameters of `retnet`."""
+class RetNetParams(WidthParams):
+    """Parameters of `retnet`. The paper's models have expand_v = 2."""
 
     gate: bool = param(True, "SiLU output gate")
     rotary: bool = param(True, "rotate q and k by their positions")
-
-
-def _state_floats(params: RetNetParams, config: Any) -> int:
-    return config.num_attention_heads * config.head_dim**2
 
 
 SPECS = (
@@ -28,6 +24,6 @@ SPECS = (
         params=RetNetParams,
         implementation="mixers.retnet:Retention",
         cache=frozenset({"state"}),
-        state_size=_state_floats,
+        state_size=linear_state_floats,
     ),
 )

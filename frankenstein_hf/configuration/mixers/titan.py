@@ -15,6 +15,11 @@ class TitanParams(Params):
     memory_depth: int = param(2, "weight matrices of an 'mlp' memory, SiLU between them", minimum=1)
     chunk_size: int = param(64, "tokens whose gradients are all taken at the memory of the first", minimum=1)
     gate: bool = param(True, "SiLU gate on what the memory recalls")
+    use_short_conv: bool = param(False, "short causal convolutions behind the projections, as in the paper")
+    conv_kernel: int = param(4, "taps of the short convolutions", minimum=1)
+    persistent_tokens: int = param(
+        0, "learned tokens in front of every document, always visible and learned by the memory first", minimum=0
+    )
     max_step: float | None = param(
         None,
         "largest θ/(1 − η); 1/(2 chunk_size) by default, up to which a linear memory is stable whatever the tokens",
@@ -27,8 +32,8 @@ class TitanParams(Params):
     # what the attention to a window reads, see `swa`
     @property
     def num_sinks(self) -> int:
-        """None of the first tokens stays visible."""
-        return 0
+        """The persistent tokens stay visible."""
+        return self.persistent_tokens
 
     @property
     def reach(self) -> int:
@@ -49,9 +54,12 @@ class TitanParams(Params):
 
 
 def _state_floats(params: TitanParams, config: Any) -> int:
-    ring = 2 * params.window_size * config.num_key_value_heads * config.head_dim
+    ring = 2 * (params.window_size + params.num_sinks) * config.num_key_value_heads * config.head_dim
     memory = params.depth * config.num_attention_heads * config.head_dim**2
-    return ring + 3 * memory  # at the chunk's start, now, and its momentum
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    heads += 3 * config.num_attention_heads if params.depth else 0
+    tails = heads * config.head_dim * (params.conv_kernel - 1) if params.use_short_conv else 0
+    return ring + 3 * memory + tails  # the memory at the chunk's start, now, and its momentum
 
 
 SPECS = (

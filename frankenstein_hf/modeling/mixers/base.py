@@ -3,8 +3,8 @@
 Shapes: B batch, T time, R rows, L row length, D model width, H heads, W head width.
 """
 
-from functools import partial
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,13 @@ from transformers import initialization as init
 from ..cache import MixerStateLayer, States
 from ..context import Rows, SequenceContext
 from ..extras import LayerExtras, summed
-from ..ops.backend import computing
+from ..norms import l2_normalize
+from ..ops.backend import computing, plain_forms
+from ..ops.gated_norm import gated_norm, gated_norm_reference
 from ..ops.numerics import at_least_fp32
-from ..ops.short_convolution import short_convolution
+from ..ops.short_convolution import EPS, Stream, convolved_streams, short_convolution
 from ..ops.tracing import exporting, scan_chunks
+from ..projections import JointWeights, joint_linear
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -66,6 +69,11 @@ class Mixer(nn.Module):
         self.hidden_size = config.hidden_size
         self.num_heads = config.num_attention_heads
         self.head_dim = config.head_dim
+        self._joint_weights = JointWeights()
+
+    def joint(self, x: Tensor, *names: str) -> Tensor:
+        """What the linear maps called `names` make of x [..., D], side by side: one product where possible."""
+        return joint_linear(self, names, x, self._joint_weights)
 
     def init_parameters(self) -> None:
         """Fill raw parameters and buffers, through `transformers.initialization` only."""
@@ -117,6 +125,21 @@ class RowMixer(Mixer):
         raise NotImplementedError
 
 
+class Run(NamedTuple):
+    """How a recurrence is to be run.
+
+    Attributes:
+        lengths: [R] real tokens of each row, or None when all are real. What lies behind them must not reach the
+            returned states.
+        exclude_own: Read every token's state without its own write.
+        sequential: Token by token, as the paper writes it.
+    """
+
+    lengths: Tensor | None = None
+    exclude_own: bool = False
+    sequential: bool = False
+
+
 class RecurrentMixer(RowMixer):
     """A mixer that is `project`, a recurrence `scan` over the projections, and `finish`.
 
@@ -131,24 +154,13 @@ class RecurrentMixer(RowMixer):
         """[R, L, D] -> tensors [R, L, …]: everything a state can learn from the tokens."""
         raise NotImplementedError
 
-    def scan(
-        self,
-        inputs: States,
-        states: States,
-        lengths: Tensor | None,
-        *,
-        exclude_own: bool = False,
-        sequential: bool = False,
-    ) -> tuple[Tensor, States]:
+    def scan(self, inputs: States, states: States, run: Run) -> tuple[Tensor, States]:
         """Run the recurrence.
 
         Args:
             inputs: What `project` returned.
             states: States before the first token; empty at the start.
-            lengths: [R] real tokens of each row, or None when all are real. What lies behind them must not reach the
-                returned states.
-            exclude_own: Read every token's state without its own write.
-            sequential: Token by token, as the paper writes it.
+            run: How.
 
         Returns:
             Readout [R, L, …] and the states after the last real token.
@@ -161,29 +173,32 @@ class RecurrentMixer(RowMixer):
 
     def advance(self, inputs: States, states: States, lengths: Tensor | None) -> States:
         """The states after `inputs`; replays a call when a cache rolls back."""
-        return self.scan(inputs, states, lengths)[1]
+        return self.scan(inputs, states, Run(lengths))[1]
 
     def mix(self, x: Tensor, rows: Rows, layer: MixerStateLayer | None) -> tuple[Tensor, LayerExtras | None]:
         sequential = rows.context.backend == "eager"
         inputs = self.project(x, rows)
         states = (layer.read(self.advance) if layer is not None else None) or {}
-        readout, states = self.run(inputs, states, rows.lengths, sequential=sequential)
+        readout, states = self.run(inputs, states, Run(rows.lengths, sequential=sequential))
         if layer is not None:
-            layer.write(states, inputs, rows.context.keep, rows.context.all_real)
+            layer.write(states, inputs, rows.context.keep)
         if not rows.is_causal:
             mirrored = {name: rows.flip(tensor) for name, tensor in inputs.items()}
-            reverse, _ = self.run(mirrored, {}, rows.lengths, exclude_own=True, sequential=sequential)
+            reverse, _ = self.run(mirrored, {}, Run(rows.lengths, exclude_own=True, sequential=sequential))
             readout = readout + rows.flip(reverse)
         return self.finish(readout, x), None
 
-    def run(self, inputs: States, states: States, lengths: Tensor | None, **options: Any) -> tuple[Tensor, States]:
+    def run(self, inputs: States, states: States, how: Run) -> tuple[Tensor, States]:
         """`scan`; in a traced graph, which holds no loop over an unknown length, by chunks of a known one."""
         L = next(iter(inputs.values())).shape[1]
         if not exporting() or (isinstance(L, int) and L == 1):
-            return self.scan(inputs, states, lengths, **options)
-        if not self.traces_chunks:
-            options["sequential"] = True
-        return scan_chunks(partial(self.scan, **options), inputs, states, lengths)
+            return self.scan(inputs, states, how)
+        how = how._replace(sequential=how.sequential or not self.traces_chunks)
+
+        def step(inputs: States, states: States, lengths: Tensor) -> tuple[Tensor, States]:
+            return self.scan(inputs, states, how._replace(lengths=lengths))
+
+        return scan_chunks(step, inputs, states, how.lengths)
 
 
 def zero_beyond(x: Tensor, lengths: Tensor | None) -> Tensor:
@@ -204,19 +219,31 @@ def last_real(past: Tensor, new: Tensor, lengths: Tensor | None) -> Tensor:
     return torch.cat([past, new], dim=1).gather(1, index)
 
 
+def activate_streams(x: Tensor, streams: tuple[Stream, ...], activation: str) -> tuple[Tensor, ...]:
+    """Activate x [R, L, E], part it into `streams`, and bring unit heads to length one."""
+    x = nn.functional.silu(x) if activation == "silu" else x
+    parts = x.split([stream.channels for stream in streams], dim=-1)
+    return tuple(
+        part if unit is None else l2_normalize(part.unflatten(-1, (-1, unit)), EPS).flatten(2)
+        for part, (_, unit) in zip(parts, streams)
+    )
+
+
 class ShortConvolution(nn.Module):
-    """Causal depthwise convolution with SiLU, carrying its last W−1 inputs from call to call.
+    """Causal depthwise convolution and an activation, carrying its last W−1 inputs from call to call.
 
     Args:
         channels: Channels E.
         kernel_size: Taps W; the last one weighs the current token.
         bias: Whether to add a learned bias.
+        activation: "silu" or "identity".
     """
 
-    def __init__(self, channels: int, kernel_size: int, bias: bool = False) -> None:
+    def __init__(self, channels: int, kernel_size: int, bias: bool = False, activation: str = "silu") -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, kernel_size))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.activation = activation
 
     def init_parameters(self) -> None:
         """Uniform in ±1/√W, as PyTorch initialises a depthwise convolution."""
@@ -225,27 +252,85 @@ class ShortConvolution(nn.Module):
         if self.bias is not None:
             init.uniform_(self.bias, -bound, bound)
 
-    def forward(self, x: Tensor, tail: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x [R, L, E], tail [R, W−1, E] or None at the start -> output [R, L, E] and the next tail."""
-        if tail is None:
-            tail = x.new_zeros(x.shape[0], self.weight.shape[1] - 1, x.shape[2])
-        y = short_convolution(x, self.weight, self.bias, tail.to(x.dtype))
-        return nn.functional.silu(y), last_real(tail.to(x.dtype), x, lengths)
+    def forward(
+        self, x: Tensor, tail: Tensor | None, lengths: Tensor | None, streams: tuple[Stream, ...] | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Convolve, activate and part a row.
+
+        Args:
+            x: [R, L, E].
+            tail: [R, W−1, E] the inputs before it, None at the start.
+            lengths: [R] real tokens, all if None.
+            streams: How the channels are parted, and which of them become heads of length one; one part if None.
+
+        Returns:
+            The parts [R, L, channels], and the next tail.
+        """
+        streams = streams or (Stream(x.shape[2]),)
+        past = self.weight.shape[1] - 1
+        if tail is not None:
+            tail = tail.to(x.dtype)
+        if x.shape[1] == 1:
+            window = torch.cat([x.new_zeros(x.shape[0], past, x.shape[2]) if tail is None else tail, x], dim=1)
+            y = (at_least_fp32(window) * self.weight.mT).sum(1, keepdim=True)
+            y = (y if self.bias is None else y + self.bias).to(x.dtype)
+            parts = activate_streams(y, streams, self.activation)
+            return parts, window[:, 1:] if lengths is None else last_real(window[:, :-1], x, lengths)
+        if self.activation != "silu" or plain_forms():
+            y = short_convolution(x, self.weight, self.bias, tail)
+            parts = activate_streams(y, streams, self.activation)
+        else:
+            parts = convolved_streams(x, self.weight, self.bias, tail, streams)
+        if tail is None and (lengths is not None or x.shape[1] < past):
+            tail = x.new_zeros(x.shape[0], past, x.shape[2])
+        elif tail is None:
+            tail = x[:, :past]  # all of it is forgotten
+        return parts, last_real(tail, x, lengths).clone()  # a view would keep all of x
+
+
+def qkv_convolution(params: Any, streams: tuple[Stream, ...]) -> ShortConvolution | None:
+    """The convolution on q, k and v that `params` ask for, if they do."""
+    if not params.use_short_conv:
+        return None
+    channels = sum(stream.channels for stream in streams)
+    return ShortConvolution(channels, params.conv_kernel, activation=params.activation)
+
+
+def convolve_streams(
+    conv: ShortConvolution | None,
+    qkv: Tensor,
+    states: States,
+    run: Run,
+    streams: tuple[Stream, ...],
+    activation: str,
+) -> tuple[tuple[Tensor, ...], States]:
+    """q, k and v [R, L, channels] of projections [R, L, E], convolved if at all, and the tail to keep."""
+    if conv is None:
+        return activate_streams(qkv, streams, activation), {}
+    parts, tail = conv(qkv, states.get("tail"), run.lengths, streams)
+    return parts, {"tail": tail}
+
+
+def init_step_bias(bias: Tensor, low: float = 1e-3, high: float = 0.1) -> None:
+    """Fill `bias` such that softplus(bias) is log-uniform in (low, high)."""
+    step = torch.empty_like(bias).uniform_(math.log(low), math.log(high)).exp()
+    init.copy_(bias, step + torch.log(-torch.expm1(-step)))
 
 
 class GatedHeadNorm(nn.Module):
-    """Normalise each head's readout, scale it, and gate it with SiLU.
+    """Normalise each head's readout, scale it, and gate it.
 
     Args:
         num_heads, head_dim: H and W.
         eps: Of the norm.
         centred: Subtract each head's mean too and learn H·W gains and biases (group norm over heads); otherwise divide
             by the root mean square and learn W gains shared by the heads.
+        activation: Of the gate, "silu" or "sigmoid".
     """
 
-    def __init__(self, num_heads: int, head_dim: int, eps: float, centred: bool) -> None:
+    def __init__(self, num_heads: int, head_dim: int, eps: float, centred: bool, activation: str = "silu") -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.activation = eps, activation
         self.weight = nn.Parameter(torch.ones(num_heads, head_dim) if centred else torch.ones(head_dim))
         self.bias = nn.Parameter(torch.zeros(num_heads, head_dim)) if centred else None
 
@@ -257,12 +342,5 @@ class GatedHeadNorm(nn.Module):
 
     def forward(self, readout: Tensor, gate: Tensor | None) -> Tensor:
         """Readout [R, L, H, W], gate [R, L, H·W] or None -> [R, L, H·W] in the dtype of `readout`."""
-        x = at_least_fp32(readout)
-        if self.bias is not None:
-            x = nn.functional.layer_norm(x, x.shape[-1:], eps=self.eps) * self.weight + self.bias
-        else:
-            x = nn.functional.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight
-        x = x.flatten(2)
-        if gate is not None:
-            x = x * nn.functional.silu(at_least_fp32(gate))
-        return x.to(readout.dtype)
+        compute = gated_norm_reference if plain_forms() or readout.shape[1] == 1 else gated_norm
+        return compute(readout, gate, self.weight, self.bias, self.eps, self.activation)

@@ -103,7 +103,7 @@ class CompressedConvolutionalAttention(CompressedAttention):
                 parts["value"].append(torch.cat([states["value"], inputs["value"][:, :-1]], dim=1))
             if layer is not None:
                 after = self.advance(inputs, states, rows.lengths)
-                layer.tail.write(after, inputs, context.keep, context.all_real)
+                layer.tail.write(after, inputs, context.keep)
         return {name: context.restore(part) for name, part in parts.items()}
 
     # ------------------------------------------------------------------ queries, keys and values

@@ -154,7 +154,7 @@ class ConformerMixer(RowAttention):
         if tail is not None:
             inputs = {"conv": h}
             context = rows.context
-            tail.write(self.advance(inputs, states, rows.lengths), inputs, context.keep, context.all_real)
+            tail.write(self.advance(inputs, states, rows.lengths), inputs, context.keep)
         return self.conv_out_proj(F.silu(self.channel_norm(z, rows.keep)))
 
     def advance(self, inputs: States, states: States, lengths: Tensor | None) -> States:

@@ -1,6 +1,6 @@
 """`deltanet`: error-correcting fast weights. The other mixers of the delta rule differ from it only in their gates.
 
-Shapes: R rows, L row length, H heads, K = V head width, D model width.
+Shapes: R rows, L row length, H heads, K key width, V value width, D model width.
 """
 
 from typing import Any
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from ..cache import States
 from ..context import Rows
-from ..norms import l2_normalize
-from ..ops.delta_rule import delta_rule
+from ..ops.delta_rule import gated_delta_rule
 from ..ops.numerics import at_least_fp32, full_precision
-from .base import GatedHeadNorm, RecurrentMixer, ShortConvolution, split_heads, zero_beyond
+from ..ops.short_convolution import Stream
+from .base import GatedHeadNorm, RecurrentMixer, Run, convolve_streams, qkv_convolution, split_heads, zero_beyond
 
 
 @full_precision
@@ -41,64 +41,75 @@ class DeltaNet(RecurrentMixer):
     """The delta rule (arXiv 2406.06484), β = σ(b).
 
     Short convolutions with SiLU on q, k and v; unit-length q and k; RMS norm per head on the readout. A variant says
-    which gates it has (`gates`), what they erase and write (`erase_and_write`) and its recurrence (`recurrence`).
+    which gates it has (`gate_widths`, `gates`), what they erase and write (`erase_and_write`) and its recurrence.
     """
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        D, width, bias = self.hidden_size, self.num_heads * self.head_dim, config.attention_bias
-        self.q_proj = nn.Linear(D, width, bias=bias)
-        self.k_proj = nn.Linear(D, width, bias=bias)
-        self.v_proj = nn.Linear(D, width, bias=bias)
-        self.b_proj = nn.Linear(D, self.num_heads, bias=False)
-        self.conv = ShortConvolution(3 * width, self.params.conv_kernel) if self.params.use_short_conv else None
-        self.norm = GatedHeadNorm(self.num_heads, self.head_dim, config.rms_norm_eps, centred=False)
-        self.o_proj = nn.Linear(width, D, bias=bias)
+        D, H, bias = self.hidden_size, self.num_heads, config.attention_bias
+        self.key_dim, self.value_dim = self.params.key_dim(config), self.params.value_dim(config)
+        K, V = self.key_dim, self.value_dim
+        self.q_proj = nn.Linear(D, H * K, bias=bias)
+        self.k_proj = nn.Linear(D, H * K, bias=bias)
+        self.v_proj = nn.Linear(D, H * V, bias=bias)
+        self.b_proj = nn.Linear(D, H, bias=False)
+        self.gate_widths = {"b_proj": H}  # projections behind the gates, which are computed together
+        self.streams = (Stream(H * K, K), Stream(H * K, K), Stream(H * V))
+        self.conv = qkv_convolution(self.params, self.streams)
+        self.norm = GatedHeadNorm(H, V, config.rms_norm_eps, centred=False, activation=self.gate_activation)
+        self.o_proj = nn.Linear(H * V, D, bias=bias)
 
-    def gates(self, x: Tensor) -> States:
-        """[R, L, D] -> gates [R, L, H, …] in at least fp32; "log_decay", if any, is [R, L, H] or [R, L, H, K]."""
-        β = at_least_fp32(self.b_proj(x)).sigmoid()
-        return {"beta": 2.0 * β if self.params.allow_negative_eigenvalues else β}
+    @property
+    def gate_activation(self) -> str:
+        """Of the output gate."""
+        return "silu"
 
-    def erase_and_write(self, k: Tensor, v: Tensor, gates: States) -> tuple[Tensor, Tensor]:
-        """k, v, gates [R, H, L, …] -> e, z of the step S_t = (I − k_t e_tᵀ) Diag(α_t) S_{t−1} + k_t z_tᵀ."""
-        β = gates["beta"][..., None]
-        return β * k, β * v
+    def gates(self, *projected: Tensor) -> States:
+        """What the projections of `gate_widths` made of the tokens -> gates [R, L, H, …] in at least fp32.
+
+        "log_decay", if any, is [R, L, H] or [R, L, H, K].
+        """
+        return {"beta": self.beta(projected[0])}
+
+    def beta(self, b: Tensor) -> Tensor:
+        """β, or what erases in `gated_deltanet2`, before its sigmoid -> after it."""
+        β = at_least_fp32(b).sigmoid()
+        return 2.0 * β if self.params.allow_negative_eigenvalues else β
+
+    def erase_and_write(self, gates: States) -> tuple[Tensor, Tensor | None]:
+        """b, w of the step S_t = (I − k_t (b_t ⊙ k_t)ᵀ) Diag(α_t) S_{t−1} + k_t (w_t ⊙ v_t)ᵀ; w is b if None."""
+        return gates["beta"], None
 
     def recurrence(self, q: Tensor, k: Tensor, v: Tensor, gates: States, S: Tensor) -> tuple[Tensor, Tensor]:
         """The same step as the paper writes it."""
         return eager_deltanet(q, k, v, gates["beta"], S)
 
     def project(self, x: Tensor, rows: Rows) -> States:
-        return {"qkv": torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1), **self.gates(x)}
+        gates = self.joint(x, *self.gate_widths).split(list(self.gate_widths.values()), dim=-1)
+        return {"qkv": self.joint(x, "q_proj", "k_proj", "v_proj"), **self.gates(*gates)}
 
-    def scan(
-        self,
-        inputs: States,
-        states: States,
-        lengths: Tensor | None,
-        *,
-        exclude_own: bool = False,
-        sequential: bool = False,
-    ) -> tuple[Tensor, States]:
-        qkv, kept = inputs["qkv"], {}
-        if self.conv is not None:
-            qkv, kept["tail"] = self.conv(qkv, states.get("tail"), lengths)
-        q, k, v = (split_heads(x, self.num_heads) for x in qkv.chunk(3, dim=-1))
-        q, k, v = l2_normalize(q), l2_normalize(k), at_least_fp32(v)
-        gates = {name: zero_beyond(x, lengths).transpose(1, 2) for name, x in inputs.items() if name != "qkv"}
-        e, z = self.erase_and_write(k, v, gates)
-        scale, state = self.head_dim**-0.5, states.get("state")
-        if sequential:
+    def scan(self, inputs: States, states: States, run: Run) -> tuple[Tensor, States]:
+        parts, kept = convolve_streams(self.conv, inputs["qkv"], states, run, self.streams, self.params.activation)
+        q, k, v = (split_heads(x, self.num_heads) for x in parts)
+        gates = {name: zero_beyond(x, run.lengths).transpose(1, 2) for name, x in inputs.items() if name != "qkv"}
+        scale, state = self.key_dim**-0.5, states.get("state")
+        if run.sequential:
+            v = at_least_fp32(v)
             if state is None:
-                state = q.new_zeros(*q.shape[:2], self.head_dim, self.head_dim)
+                state = q.new_zeros(*q.shape[:2], self.key_dim, self.value_dim)
             readout, kept["state"] = self.recurrence(q, k, v, gates, state)
         else:
-            readout, kept["state"] = delta_rule(
-                q, k, e, z, gates.get("log_decay"), scale=scale, initial_state=state, output_final_state=True
-            )
-        if exclude_own:
-            readout = readout - scale * (q * k).sum(-1, keepdim=True) * z
+            readout, last = gated_delta_rule(
+                q, k, v, *self.erase_and_write(gates), gates.get("log_decay"),
+                scale=scale, initial_state=state, output_final_state=True,
+            )  # fmt: skip
+            assert last is not None
+            kept["state"] = last
+        if run.exclude_own:
+            erase, write = self.erase_and_write(gates)
+            gate = erase if write is None else write
+            written = at_least_fp32(v) * (gate if gate.dim() == 4 else gate.unsqueeze(-1))
+            readout = readout - scale * (q * k).sum(-1, keepdim=True) * written
         return readout.transpose(1, 2), kept
 
     def finish(self, readout: Tensor, x: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ class EngramMixer(RowMixer):
         output = value + F.silu(self.convolve(normed, states.get("inputs"), rows))
         if layer is not None:
             inputs = {"ids": ids, "inputs": normed}
-            layer.write(self.advance(inputs, states, rows.lengths), inputs, context.keep, context.all_real)
+            layer.write(self.advance(inputs, states, rows.lengths), inputs, context.keep)
         return output, None
 
     def convolve(self, x: Tensor, tail: Tensor | None, rows: Rows) -> Tensor:

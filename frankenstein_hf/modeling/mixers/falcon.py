@@ -18,14 +18,24 @@ from transformers import initialization as init
 
 from ..cache import States
 from ..context import Rows
-from ..norms import RMSNorm, l2_normalize
+from ..norms import RMSNorm
 from ..ops.banded import banded_product, dominant_combination
 from ..ops.decayed_scan import decayed_scan
-from ..ops.delta_rule import delta_rule
+from ..ops.delta_rule import gated_delta_rule
 from ..ops.fast_weights import channelwise_delta_rule
 from ..ops.numerics import at_least_fp32, full_precision
 from ..ops.rehearsal import rehearsal_delta_rule, rehearsal_scan
-from .base import GatedHeadNorm, RecurrentMixer, ShortConvolution, last_real, zero_beyond
+from ..ops.short_convolution import Stream
+from .base import (
+    GatedHeadNorm,
+    RecurrentMixer,
+    Run,
+    convolve_streams,
+    init_step_bias,
+    last_real,
+    qkv_convolution,
+    zero_beyond,
+)
 
 Result = tuple[Tensor, Any]  # readout and state
 SHORT = 4  # up to here the token loop is cheaper than setting up chunks
@@ -124,7 +134,9 @@ class Falcon(RecurrentMixer):
         if self.params.lambda_mode != "static":
             self.lambda_proj = nn.Linear(D, self.num_heads, bias=False)
             self.lambda_bias = nn.Parameter(torch.empty(self.num_heads))
-        self.conv = ShortConvolution(3 * width, self.params.conv_kernel) if self.params.short_conv else None
+        unit = None if rms else self.head_dim
+        self.streams = (Stream(width, unit), Stream(width, unit), Stream(width))
+        self.conv = qkv_convolution(self.params, self.streams)
         self.norm = GatedHeadNorm(self.num_heads, self.head_dim, config.rms_norm_eps, centred=False)
         self.o_proj = nn.Linear(width, D, bias=bias)
 
@@ -136,11 +148,10 @@ class Falcon(RecurrentMixer):
         elif self.params.beta_mode == "ctx_beta":
             init.zeros_(self.beta_bias)
         if self.params.lambda_mode == "ctx":
-            part = torch.empty_like(self.lambda_bias).uniform_(-6.907755, -2.302585).exp()
-            init.copy_(self.lambda_bias, part + torch.log(-torch.expm1(-part)))
+            init_step_bias(self.lambda_bias)
 
     def project(self, x: Tensor, rows: Rows) -> States:
-        inputs = {"qkv": torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)}
+        inputs = {"qkv": self.joint(x, "q_proj", "k_proj", "v_proj")}
         if self.params.beta_mode != "static":
             gate = at_least_fp32(self.b_proj(x)) + at_least_fp32(self.beta_bias)
             gate = F.softplus(gate) if self.params.beta_mode == "ctx_eta" else 2 * gate.sigmoid()
@@ -149,20 +160,12 @@ class Falcon(RecurrentMixer):
             inputs["forget"] = F.softplus(at_least_fp32(self.lambda_proj(x)) + at_least_fp32(self.lambda_bias))
         return inputs
 
-    def scan(
-        self,
-        inputs: States,
-        states: States,
-        lengths: Tensor | None,
-        *,
-        exclude_own: bool = False,
-        sequential: bool = False,
-    ) -> tuple[Tensor, States]:
-        qkv, kept = inputs["qkv"], {}
-        if self.conv is not None:
-            qkv, kept["tail"] = self.conv(qkv, states.get("tail"), lengths)
-        q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in at_least_fp32(qkv).chunk(3, dim=-1))
-        q, k = self._feature(q, self.q_norm), self._feature(k, self.k_norm)
+    def scan(self, inputs: States, states: States, run: Run) -> tuple[Tensor, States]:
+        lengths = run.lengths
+        parts, kept = convolve_streams(self.conv, inputs["qkv"], states, run, self.streams, self.params.activation)
+        q, k, v = (at_least_fp32(x).unflatten(-1, (self.num_heads, -1)) for x in parts)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         L, W = q.shape[1], self.params.pairs
         x = self._extend(k, "keys", self.params.past_keys, states, kept, lengths)[:, : W - 1 + L]
         v = self._extend(v, "values", W - 1, states, kept, lengths)
@@ -171,19 +174,16 @@ class Falcon(RecurrentMixer):
         η, log_γ = (zero_beyond(y, lengths).transpose(1, 2) for y in self._steps(inputs, self.statistic(x, pairs)))
 
         state = states.get("state")
-        if sequential or self.params.chunk_size is None or L <= SHORT:
+        if run.sequential or self.params.chunk_size is None or L <= SHORT:
             if state is None:
                 state = q.new_zeros(*q.shape[:2], self.head_dim, self.head_dim)
             readout, kept["state"] = self.eager(q, x, v, η, log_γ.exp(), pairs, state)
         else:
             readout, kept["state"] = self.chunked(q, x, v, η, log_γ, pairs, state)
-        if exclude_own and not self.params.shifted:  # shifted, what is written at t is not the pair of t
+        if run.exclude_own and not self.params.shifted:  # shifted, what is written at t is not the pair of t
             own = (q * x[:, :, W - 1 :]).sum(-1, keepdim=True)
             readout = readout - own * (η / pairs) * v[:, :, W - 1 :]
         return readout.transpose(1, 2), kept
-
-    def _feature(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
-        return l2_normalize(x) if norm is None else norm(x)
 
     def _extend(
         self, new: Tensor, name: str, size: int, states: States, kept: States, lengths: Tensor | None
@@ -250,9 +250,8 @@ class Falcon1(Falcon):
         self, q: Tensor, x: Tensor, v: Tensor, η: Tensor, log_γ: Tensor, pairs: Tensor, S: Tensor | None
     ) -> Result:
         # the core forgets before it erases, Falcon after: hence η/γ
-        erase = x * (η * (-log_γ).exp())
-        return delta_rule(
-            q, x, erase, η * v, log_γ[..., 0],
+        return gated_delta_rule(
+            q, x, v, (η * (-log_γ).exp())[..., 0], η[..., 0], log_γ[..., 0],
             initial_state=S, output_final_state=True, chunk_size=self.params.chunk_size,
         )  # fmt: skip
 

@@ -99,7 +99,7 @@ class FastConformerAttention(PatternAttention):
             output = context.restore([self.o_proj(merge_heads(mixed))])
             weights = context.restore_weights([weights]) if weights is not None and context.output_attentions else None
         inputs = {name: x.transpose(1, 2) for name, x in new.items() if "query" not in name}
-        layer.write(self.advance(inputs, states or {}, rows.lengths), inputs, context.keep, context.all_real)
+        layer.write(self.advance(inputs, states or {}, rows.lengths), inputs, context.keep)
         return output, LayerExtras(weights)
 
     def advance(self, inputs: States, states: States, lengths: Tensor | None) -> States:

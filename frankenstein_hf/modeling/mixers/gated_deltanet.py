@@ -1,6 +1,6 @@
 """`gated_deltanet`: error-correcting fast weights with a scalar decay per head.
 
-Shapes: R rows, L row length, H heads, K = V head width, D model width.
+Shapes: R rows, L row length, H heads, K key width, V value width, D model width.
 """
 
 from typing import Any
@@ -12,6 +12,7 @@ from transformers import initialization as init
 
 from ..cache import States
 from ..ops.numerics import at_least_fp32, full_precision
+from .base import init_step_bias
 from .deltanet import DeltaNet
 
 
@@ -40,8 +41,7 @@ def eager_gated_deltanet(q: Tensor, k: Tensor, v: Tensor, log_α: Tensor, β: Te
 def init_decay(A_log: Tensor, dt_bias: Tensor) -> None:
     """A uniform in (1, 16), softplus(dt_bias) log-uniform in (0.001, 0.1): decays from 0.2 to 0.999 a step."""
     init.copy_(A_log, torch.empty_like(A_log).uniform_(1.0, 16.0).log())
-    dt = torch.empty_like(dt_bias).uniform_(-6.907755, -2.302585).exp()
-    init.copy_(dt_bias, dt + torch.log(-torch.expm1(-dt)))
+    init_step_bias(dt_bias)
 
 
 class GatedDeltaNet(DeltaNet):
@@ -52,20 +52,21 @@ class GatedDeltaNet(DeltaNet):
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        D, width = self.hidden_size, self.num_heads * self.head_dim
-        self.a_proj = nn.Linear(D, self.num_heads, bias=False)
-        self.g_proj = nn.Linear(D, width, bias=config.attention_bias) if self.params.gate else None
-        self.A_log = nn.Parameter(torch.empty(self.num_heads))
-        self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
+        D, H = self.hidden_size, self.num_heads
+        self.gate_widths = {"b_proj": H, "a_proj": H}
+        self.a_proj = nn.Linear(D, H, bias=False)
+        self.g_proj = nn.Linear(D, H * self.value_dim, bias=config.attention_bias) if self.params.gate else None
+        self.A_log = nn.Parameter(torch.empty(H))
+        self.dt_bias = nn.Parameter(torch.empty(H))
 
     def init_parameters(self) -> None:
         """See `init_decay`."""
         init_decay(self.A_log, self.dt_bias)
 
-    def gates(self, x: Tensor) -> States:
+    def gates(self, *projected: Tensor) -> States:
+        b, a = projected
         rate = at_least_fp32(self.A_log).exp()
-        log_decay = -rate * F.softplus(at_least_fp32(self.a_proj(x)) + at_least_fp32(self.dt_bias))
-        return {"log_decay": log_decay, **super().gates(x)}
+        return {"log_decay": -rate * F.softplus(at_least_fp32(a) + at_least_fp32(self.dt_bias)), "beta": self.beta(b)}
 
     def recurrence(self, q: Tensor, k: Tensor, v: Tensor, gates: States, S: Tensor) -> tuple[Tensor, Tensor]:
         return eager_gated_deltanet(q, k, v, gates["log_decay"], gates["beta"], S)

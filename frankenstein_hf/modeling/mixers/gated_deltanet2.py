@@ -1,6 +1,6 @@
 """`gated_deltanet2`: the delta rule with a decay and an erase gate per key channel and a write gate per value channel.
 
-Shapes: R rows, L row length, H heads, K = V head width, D model width.
+Shapes: R rows, L row length, H heads, K key width, V value width, D model width.
 """
 
 from typing import Any
@@ -42,19 +42,19 @@ class GatedDeltaNet2(KimiDeltaAttention):
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        D, width = self.hidden_size, self.num_heads * self.head_dim
-        self.b_proj = nn.Linear(D, width, bias=False)
-        self.w_proj = nn.Linear(D, width, bias=False)
+        D, H = self.hidden_size, self.num_heads
+        K, V, rank = self.key_dim, self.value_dim, self.params.gate_low_rank
+        self.gate_widths = {"b_proj": H * K, "w_proj": H * V, "decay_down_proj": rank}
+        self.b_proj = nn.Linear(D, H * K, bias=False)
+        self.w_proj = nn.Linear(D, H * V, bias=False)
 
-    def gates(self, x: Tensor) -> States:
-        b, w = (
-            at_least_fp32(proj(x)).sigmoid().unflatten(-1, (self.num_heads, -1)) for proj in (self.b_proj, self.w_proj)
-        )
-        b = 2.0 * b if self.params.allow_negative_eigenvalues else b
-        return {"log_decay": self.log_decay(x), "erase": b, "write": w}
+    def gates(self, *projected: Tensor) -> States:
+        b, w, low = projected
+        b, w = (x.unflatten(-1, (self.num_heads, -1)) for x in (self.beta(b), at_least_fp32(w).sigmoid()))
+        return {"log_decay": self.log_decay(low), "erase": b, "write": w}
 
-    def erase_and_write(self, k: Tensor, v: Tensor, gates: States) -> tuple[Tensor, Tensor]:
-        return gates["erase"] * k, gates["write"] * v
+    def erase_and_write(self, gates: States) -> tuple[Tensor, Tensor | None]:
+        return gates["erase"], gates["write"]
 
     def recurrence(self, q: Tensor, k: Tensor, v: Tensor, gates: States, S: Tensor) -> tuple[Tensor, Tensor]:
         return eager_gated_deltanet2(q, k, v, gates["log_decay"], gates["erase"], gates["write"], S)

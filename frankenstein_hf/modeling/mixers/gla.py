@@ -1,8 +1,9 @@
 """`gla`: gated linear attention.
 
-Shapes: R rows, L row length, H heads, K = V head width, D model width.
+Shapes: R rows, L row length, H heads, K key width, V value width, D model width.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch.nn import functional as F
 from ..cache import States
 from ..context import Rows
 from ..ops.numerics import at_least_fp32, full_precision
-from .base import GatedHeadNorm, ShortConvolution
+from ..ops.short_convolution import Stream
+from .base import GatedHeadNorm, Run, convolve_streams, qkv_convolution
 from .linear_attention import LinearAttention
 
 
@@ -43,30 +45,29 @@ class GatedLinearAttention(LinearAttention):
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        self.scale = self.head_dim**-0.5
-        D, width, bias = self.hidden_size, self.num_heads * self.head_dim, config.attention_bias
-        self.q_proj = nn.Linear(D, width, bias=bias)
-        self.k_proj = nn.Linear(D, width, bias=bias)
-        self.v_proj = nn.Linear(D, width, bias=bias)
-        self.g_proj = nn.Linear(D, width, bias=bias)
+        D, H, bias = self.hidden_size, self.num_heads, config.attention_bias
+        K, V = self.key_dim, self.value_dim
+        self.scale = K**-0.5
+        self.q_proj = nn.Linear(D, H * K, bias=bias)
+        self.k_proj = nn.Linear(D, H * K, bias=bias)
+        self.v_proj = nn.Linear(D, H * V, bias=bias)
+        self.g_proj = nn.Linear(D, H * V, bias=bias)
         self.decay_down_proj = nn.Linear(D, self.params.gate_low_rank, bias=False)
-        self.decay_up_proj = nn.Linear(self.params.gate_low_rank, width, bias=True)
-        self.conv = ShortConvolution(3 * width, self.params.conv_kernel) if self.params.use_short_conv else None
-        self.norm = GatedHeadNorm(self.num_heads, self.head_dim, config.rms_norm_eps, centred=True)
-        self.o_proj = nn.Linear(width, D, bias=bias)
+        self.decay_up_proj = nn.Linear(self.params.gate_low_rank, H * K, bias=True)
+        self.streams = (Stream(H * K), Stream(H * K), Stream(H * V))
+        self.conv = qkv_convolution(self.params, self.streams)
+        self.norm = GatedHeadNorm(H, V, config.rms_norm_eps, centred=True)
+        self.o_proj = nn.Linear(H * V, D, bias=bias)
 
     def project(self, x: Tensor, rows: Rows) -> States:
         decay = at_least_fp32(self.decay_up_proj(self.decay_down_proj(x)))
         return {
-            "qkv": torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1),
+            "qkv": self.joint(x, "q_proj", "k_proj", "v_proj"),
             "log_decay": F.logsigmoid(decay) / self.params.gate_normalizer,
         }
 
-    def read(self, inputs: States, states: States, lengths: Tensor | None) -> tuple[list[Tensor], States]:
-        qkv, kept = inputs["qkv"], {}
-        if self.conv is not None:
-            qkv, kept["tail"] = self.conv(qkv, states.get("tail"), lengths)
-        return list(qkv.chunk(3, dim=-1)), kept
+    def read(self, inputs: States, states: States, run: Run) -> tuple[Sequence[Tensor], States]:
+        return convolve_streams(self.conv, inputs["qkv"], states, run, self.streams, self.params.activation)
 
     def recurrence(self, q: Tensor, k: Tensor, v: Tensor, log_α: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
         return eager_gla(q, k, v, log_α, S)

@@ -15,7 +15,7 @@ from ..cache import States
 from ..context import Rows
 from ..ops.decayed_scan import decayed_scan
 from ..ops.numerics import at_least_fp32, full_precision
-from .base import RecurrentMixer, split_heads, zero_beyond
+from .base import RecurrentMixer, Run, split_heads, zero_beyond
 
 
 @full_precision
@@ -96,30 +96,23 @@ class GaussianMixtureAttention(RecurrentMixer):
             "value": self.v_proj(x).unflatten(-1, (self.num_heads, self.head_dim)),
         }
 
-    def scan(
-        self,
-        inputs: States,
-        states: States,
-        lengths: Tensor | None,
-        *,
-        exclude_own: bool = False,
-        sequential: bool = False,
-    ) -> tuple[Tensor, States]:
+    def scan(self, inputs: States, states: States, run: Run) -> tuple[Tensor, States]:
+        lengths = run.lengths
         Γ_Q, Γ_K, v = (zero_beyond(inputs[name], lengths).transpose(1, 2) for name in ("query", "key", "value"))
         v, state = at_least_fp32(v), states.get("state")
         v_1 = F.pad(v, (0, 1), value=1.0)  # the denominators' sums are one more value channel
-        if sequential:
+        if run.sequential:
             if state is None:
                 state = v_1.new_zeros(*v.shape[:2], Γ_K.shape[-1], v_1.shape[-1])
             numerator, denominator, V, Z = eager_gma(Γ_Q, Γ_K, v, state[..., :-1], state[..., -1])
             readout, state = torch.cat([numerator, denominator[..., None]], -1), torch.cat([V, Z[..., None]], -1)
         else:
             readout, state = decayed_scan(Γ_Q, Γ_K, v_1, initial_state=state, output_final_state=True)
-        if exclude_own:
+        if run.exclude_own:
             readout = readout - (Γ_Q * Γ_K).sum(-1, keepdim=True) * v_1
         assert state is not None
         return readout.transpose(1, 2), {"state": state}
 
     def finish(self, readout: Tensor, x: Tensor) -> Tensor:
-        output = readout[..., :-1] / (readout[..., -1:] + self.params.epsilon)
+        output = readout[..., :-1] / (readout[..., -1:] + self.params.eps)
         return self.o_proj(output.flatten(2).to(x.dtype))

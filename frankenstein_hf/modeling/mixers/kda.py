@@ -1,6 +1,6 @@
 """`kda`: Kimi Delta Attention, error-correcting fast weights with a decay per key channel.
 
-Shapes: R rows, L row length, H heads, K = V head width, D model width.
+Shapes: R rows, L row length, H heads, K key width, V value width, D model width.
 """
 
 from typing import Any
@@ -46,36 +46,37 @@ class KimiDeltaAttention(DeltaNet):
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        D, width, rank = self.hidden_size, self.num_heads * self.head_dim, self.params.gate_low_rank
+        D, H, rank = self.hidden_size, self.num_heads, self.params.gate_low_rank
+        self.gate_widths = {"b_proj": H, "decay_down_proj": rank}
         self.decay_down_proj = nn.Linear(D, rank, bias=False)
-        self.decay_up_proj = nn.Linear(rank, width, bias=False)
-        self.A_log = nn.Parameter(torch.empty(self.num_heads))
-        self.dt_bias = nn.Parameter(torch.empty(self.num_heads, self.head_dim))
+        self.decay_up_proj = nn.Linear(rank, H * self.key_dim, bias=False)
+        self.A_log = nn.Parameter(torch.empty(H))
+        self.dt_bias = nn.Parameter(torch.empty(H, self.key_dim))
         if self.params.gate:
             self.g_down_proj = nn.Linear(D, rank, bias=False)
-            self.g_up_proj = nn.Linear(rank, width, bias=False)
+            self.g_up_proj = nn.Linear(rank, H * self.value_dim, bias=False)
+
+    @property
+    def gate_activation(self) -> str:
+        return self.params.gate_activation
 
     def init_parameters(self) -> None:
         """See `init_decay`."""
         init_decay(self.A_log, self.dt_bias)
 
-    def log_decay(self, x: Tensor) -> Tensor:
-        """[R, L, D] -> log α [R, L, H, K] in at least fp32."""
+    def log_decay(self, low: Tensor) -> Tensor:
+        """[R, L, rank] -> log α [R, L, H, K] in at least fp32."""
         rate = at_least_fp32(self.A_log).exp()[:, None]
-        a = at_least_fp32(self.decay_up_proj(self.decay_down_proj(x))).unflatten(-1, (self.num_heads, -1))
+        a = at_least_fp32(self.decay_up_proj(low)).unflatten(-1, (self.num_heads, -1))
         return -rate * F.softplus(a + at_least_fp32(self.dt_bias))
 
-    def gates(self, x: Tensor) -> States:
-        return {"log_decay": self.log_decay(x), **super().gates(x)}
+    def gates(self, *projected: Tensor) -> States:
+        b, low = projected
+        return {"log_decay": self.log_decay(low), "beta": self.beta(b)}
 
     def recurrence(self, q: Tensor, k: Tensor, v: Tensor, gates: States, S: Tensor) -> tuple[Tensor, Tensor]:
         return eager_kda(q, k, v, gates["log_decay"], gates["beta"], S)
 
     def finish(self, readout: Tensor, x: Tensor) -> Tensor:
-        if not self.params.gate:
-            return super().finish(readout, x)
-        gate = self.g_up_proj(self.g_down_proj(x))
-        if self.params.gate_activation == "silu":
-            return self.o_proj(self.norm(readout.to(x.dtype), gate))
-        normed = self.norm(at_least_fp32(readout), None)
-        return self.o_proj((normed * at_least_fp32(gate).sigmoid()).to(x.dtype))
+        gate = self.g_up_proj(self.g_down_proj(x)) if self.params.gate else None
+        return self.o_proj(self.norm(readout.to(x.dtype), gate))

@@ -3,7 +3,6 @@
 Shapes: R rows, L row length, D model width, E inner width, N state channels, P rank of the step size.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from ..cache import States
 from ..context import Rows
 from ..ops.numerics import at_least_fp32, full_precision
 from ..ops.selective_scan import selective_scan
-from .base import RecurrentMixer, ShortConvolution, zero_beyond
+from .base import RecurrentMixer, Run, ShortConvolution, init_step_bias, zero_beyond
 
 
 @full_precision
@@ -70,34 +69,25 @@ class Mamba(RecurrentMixer):
         init.ones_(self.D)
         bound = p.time_step_rank**-0.5
         init.uniform_(self.dt_proj.weight, -bound, bound)
-        low, high = math.log(p.time_step_min), math.log(p.time_step_max)
-        dt = torch.empty_like(self.dt_proj.bias).uniform_(low, high).exp()
-        init.copy_(self.dt_proj.bias, dt + torch.log(-torch.expm1(-dt)))
+        init_step_bias(self.dt_proj.bias, p.time_step_min, p.time_step_max)
 
     def project(self, x: Tensor, rows: Rows) -> States:
         return {"x": self.in_proj(x)}
 
-    def scan(
-        self,
-        inputs: States,
-        states: States,
-        lengths: Tensor | None,
-        *,
-        exclude_own: bool = False,
-        sequential: bool = False,
-    ) -> tuple[Tensor, States]:
+    def scan(self, inputs: States, states: States, run: Run) -> tuple[Tensor, States]:
+        lengths = run.lengths
         p, kept = self.params, {}
-        x, kept["tail"] = self.conv(inputs["x"], states.get("tail"), lengths)
+        (x,), kept["tail"] = self.conv(inputs["x"], states.get("tail"), lengths)
         rank, B, C = self.x_proj(x).split([p.time_step_rank, p.state_size, p.state_size], dim=-1)
         delta = zero_beyond(F.softplus(at_least_fp32(self.dt_proj(rank))), lengths)
         A, state = -at_least_fp32(self.A_log).exp(), states.get("state")
-        D = None if exclude_own else self.D  # the skip applies once, forwards
-        if sequential:
+        D = None if run.exclude_own else self.D  # the skip applies once, forwards
+        if run.sequential:
             x, B, C = (at_least_fp32(y) for y in (x, B, C))
             if state is None:
                 state = delta.new_zeros(x.shape[0], self.inner_size, p.state_size)
             y, own, kept["state"] = eager_mamba(x, delta, A, B, C, state, p.discretization == "zoh")
-            return y - own if exclude_own else y + self.D * x, kept
+            return y - own if run.exclude_own else y + self.D * x, kept
         y, kept["state"] = selective_scan(
             x,
             delta,
@@ -108,7 +98,7 @@ class Mamba(RecurrentMixer):
             initial_state=state,
             output_final_state=True,
             discretization=p.discretization,
-            exclude_own=exclude_own,
+            exclude_own=run.exclude_own,
         )
         return y, kept
 

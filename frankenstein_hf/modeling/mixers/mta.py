@@ -111,7 +111,7 @@ class MultiTokenAttention(RowAttention):
         output, weights = self.attend(torch.cat([states["query"].to(query.dtype), query], dim=1), seen, rows)
         if layer is not None and self.params.tail:
             context = rows.context
-            layer.tail.write(self.advance(inputs, states, rows.lengths), inputs, context.keep, context.all_real)
+            layer.tail.write(self.advance(inputs, states, rows.lengths), inputs, context.keep)
         return self.gather(output, x), LayerExtras(weights)
 
     def empty_tail(self, query: Tensor) -> States:

@@ -178,4 +178,4 @@ class TemporalLatentAttention(RowMixer):
     def write(self, layer: MixerKVLayer, after: States, new: Tensor, rows: Rows) -> None:
         """Keep the states after this call."""
         layer.count(rows.context.keep, rows.context.all_real)
-        layer.tail.write(after, {"latent": new}, rows.context.keep, rows.context.all_real)
+        layer.tail.write(after, {"latent": new}, rows.context.keep)

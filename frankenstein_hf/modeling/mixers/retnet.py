@@ -1,6 +1,6 @@
 """`retnet`: retention, linear attention with a fixed decay per head.
 
-Shapes: R rows, L row length, H heads, K = V head width, D model width.
+Shapes: R rows, L row length, H heads, K key width, V value width, D model width.
 """
 
 from typing import Any
@@ -44,20 +44,21 @@ class Retention(LinearAttention):
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        D, width, bias = self.hidden_size, self.num_heads * self.head_dim, config.attention_bias
-        self.scale = self.head_dim**-0.5
-        self.q_proj = nn.Linear(D, width, bias=bias)
-        self.k_proj = nn.Linear(D, width, bias=bias)
-        self.v_proj = nn.Linear(D, width, bias=bias)
-        self.g_proj = nn.Linear(D, width, bias=bias) if self.params.gate else None
-        self.norm = GatedHeadNorm(self.num_heads, self.head_dim, config.rms_norm_eps, centred=True)
-        self.o_proj = nn.Linear(width, D, bias=bias)
+        D, H, bias = self.hidden_size, self.num_heads, config.attention_bias
+        K, V = self.key_dim, self.value_dim
+        self.scale = K**-0.5
+        self.q_proj = nn.Linear(D, H * K, bias=bias)
+        self.k_proj = nn.Linear(D, H * K, bias=bias)
+        self.v_proj = nn.Linear(D, H * V, bias=bias)
+        self.g_proj = nn.Linear(D, H * V, bias=bias) if self.params.gate else None
+        self.norm = GatedHeadNorm(H, V, config.rms_norm_eps, centred=True)
+        self.o_proj = nn.Linear(H * V, D, bias=bias)
 
     def project(self, x: Tensor, rows: Rows) -> States:
-        q, k = self.q_proj(x), self.k_proj(x)
+        qk = self.joint(x, "q_proj", "k_proj")
         if self.params.rotary:
-            cos, sin = rows.rotary(self.head_dim)
-            q, k = (merge_heads(apply_rotary(split_heads(y, self.num_heads), cos, sin)) for y in (q, k))
+            qk = merge_heads(apply_rotary(split_heads(qk, 2 * self.num_heads), *rows.rotary(self.key_dim)))
+        q, k = qk.chunk(2, dim=-1)
         return {"q": q, "k": k, "v": self.v_proj(x)}
 
     def log_decay(self, inputs: States, lengths: Tensor | None) -> Tensor:

@@ -56,16 +56,15 @@ class SlidingWindowAttention(RowMixer):
         self.v_proj = nn.Linear(self.hidden_size, width, bias=bias)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, self.hidden_size, bias=bias)
 
-    def heads(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [R, H, L, W] and keys, and values [R, G, L, W]."""
-        q = split_heads(self.q_proj(x), self.num_heads)
-        k = split_heads(self.k_proj(x), self.num_key_value_heads)
-        v = split_heads(self.v_proj(x), self.num_key_value_heads)
-        rotary = rows.rotary(self.head_dim)
-        return apply_rotary(q, *rotary), apply_rotary(k, *rotary), v
+    def heads(self, qkv: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+        """Projections [R, L, (H + 2G)·W] -> rotated queries [R, H, L, W] and keys, and values [R, G, L, W]."""
+        H, G = self.num_heads, self.num_key_value_heads
+        qk, v = split_heads(qkv, H + 2 * G).split([H + G, G], dim=1)
+        q, k = apply_rotary(qk, *rows.rotary(self.head_dim)).split([H, G], dim=1)
+        return q, k, v
 
     def mix(self, x: Tensor, rows: Rows, layer: MixerStateLayer | None) -> tuple[Tensor, LayerExtras | None]:
-        q, k, v = self.heads(x, rows)
+        q, k, v = self.heads(self.joint(x, "q_proj", "k_proj", "v_proj"), rows)
         states = None if layer is None else layer.read(self.advance)
         if states is None:
             output, weights = self.attend(q, k, v, rows)
@@ -74,7 +73,7 @@ class SlidingWindowAttention(RowMixer):
         if layer is not None:
             inputs = {"key": k.transpose(1, 2), "value": v.transpose(1, 2)}
             states = self.sized(self.advance(inputs, states or {}, rows.lengths), layer)
-            layer.write(states, inputs, rows.context.keep, rows.context.all_real)
+            layer.write(states, inputs, rows.context.keep)
         return self.o_proj(merge_heads(output)), LayerExtras(weights, max_logits=self.max_logits(q, k, rows))
 
     def window(self, is_causal: bool) -> dict[str, int]:

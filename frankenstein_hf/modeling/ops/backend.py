@@ -52,6 +52,12 @@ def computing(backend: str, mixer: str | None = None) -> Iterator[None]:
         logger.warning_once(f"{mixer} has no Triton kernel; attn_implementation='triton' computes it in PyTorch.")
 
 
+def plain_forms() -> bool:
+    """Whether fused operations give way to plain PyTorch: for backend "eager", which is differentiable any number of
+    times, and for compilers, which fuse by themselves."""
+    return _announced.backend == "eager" or torch.compiler.is_compiling()
+
+
 def use_triton(implementation: str | None, *tensors: Tensor | None) -> bool:
     """Whether a core is to run its kernels on `tensors`, the first of which is [B, H, T, K].
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from .numerics import flush_tiny, full_precision
 
-POWER_SQUARINGS = 12  # 4096 steps of power iteration
+JACOBI_SWEEPS = 2  # and one for each bit of W: converged in fp64
 
 
 def banded_scores(x: Tensor, y: Tensor) -> Tensor:
@@ -96,13 +96,41 @@ def dominant_combination(x: Tensor, window: int) -> Tensor:
         window: W.
     """
     W, T = window, x.shape[2] - window + 1
-    dots = banded_scores(x, F.pad(x, (0, 0, W - 1, 0)))  # [B, H, W−1+T, W]
-    entries = [[dots[:, :, W - 1 - min(b, c) :, abs(b - c)][:, :, :T] for c in range(W)] for b in range(W)]
-    gram = torch.stack([torch.stack(row, dim=-1) for row in entries], dim=-2)
-    for _ in range(POWER_SQUARINGS):  # of unit trace, squared over and over: tends to u uᵀ
-        trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-        gram = flush_tiny(gram / trace.clamp_min(torch.finfo(gram.dtype).tiny))
-        gram = gram @ gram
-    column = gram.diagonal(dim1=-2, dim2=-1).argmax(-1, keepdim=True)
-    u = gram.gather(-1, column.unsqueeze(-2).expand(*gram.shape[:-1], 1))[..., 0]
-    return u / u.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(u.dtype).tiny)
+    dots = banded_scores(x, F.pad(x, (0, 0, W - 1, 0))).unbind(-1)  # of distance d: [B, H, W−1+T]
+    gram = [[dots[abs(b - c)][:, :, W - 1 - min(b, c) :][:, :, :T] for c in range(W)] for b in range(W)]
+    trace = torch.stack([gram[b][b] for b in range(W)]).sum(0)
+    scale = trace.clamp_min(torch.finfo(trace.dtype).tiny).reciprocal()
+    values, vectors = _jacobi([[entry * scale for entry in row] for row in gram])
+    top = torch.stack(values, dim=-1).argmax(-1, keepdim=True)
+    u = torch.stack([torch.stack(row, dim=-1).gather(-1, top)[..., 0] for row in vectors], dim=-1)
+    return u * (trace > 0)[..., None]
+
+
+def _jacobi(A: list[list[Tensor]]) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """Eigenvalues and the eigenvectors, as columns, of symmetric matrices given entry by entry, by plane rotations.
+
+    Each rotation zeroes one entry in all the matrices at once; a few sweeps over all entries converge quadratically,
+    however near each other the eigenvalues are.
+    """
+    W = len(A)
+    one, zero = torch.ones_like(A[0][0]), torch.zeros_like(A[0][0])
+    tiny = torch.finfo(one.dtype).tiny
+    V = [[one if b == c else zero for c in range(W)] for b in range(W)]
+    for _ in range(JACOBI_SWEEPS + W.bit_length() if W > 2 else W - 1):
+        for p in range(W):
+            for q in range(p + 1, W):
+                off, gap = flush_tiny(A[p][q]), A[q][q] - A[p][p]
+                root = torch.addcmul(gap * gap, off, off, value=4.0).sqrt_()
+                tangent = 2.0 * off * torch.where(gap < 0, -one, one) / (gap.abs() + root).clamp_min(tiny)
+                cosine = torch.addcmul(one, tangent, tangent).rsqrt_()
+                sine = tangent * cosine
+                A[p][p], A[q][q] = A[p][p] - tangent * off, A[q][q] + tangent * off
+                A[p][q] = A[q][p] = zero
+                for r in range(W):
+                    if r not in (p, q):
+                        at_p, at_q = A[r][p], A[r][q]
+                        A[r][p] = A[p][r] = cosine * at_p - sine * at_q
+                        A[r][q] = A[q][r] = sine * at_p + cosine * at_q
+                    at_p, at_q = V[r][p], V[r][q]
+                    V[r][p], V[r][q] = cosine * at_p - sine * at_q, sine * at_p + cosine * at_q
+    return [A[b][b] for b in range(W)], V

@@ -1,54 +1,58 @@
 """Cutting [B, H, T, …] tensors into time segments of whole chunks, and putting results together again.
 
 Shapes: B batch, H heads, T time, C chunk, N chunks of a segment.
+
+Inside a core tensors are [N, B·H, C, …], chunk-first, so that a loop over chunks reads contiguous slices. The last
+T mod C tokens are a segment of one shorter chunk: nothing is padded. Every tensor is copied once in, once out.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-def split_chunks(x: Tensor, size: int) -> Tensor:
-    """[B, H, T, …] -> [N, B·H, C, …] with C = size, the last chunk filled with zeros.
+class Segment(NamedTuple):
+    """Tokens `start` … `stop` − 1 as chunks of `size` tokens."""
 
-    Chunk-first, so that a loop reads contiguous slices. With one row and whole chunks the result may be a view.
-    """
-    B, H, T = x.shape[:3]
-    rest = x.shape[3:]
-    x = x.reshape(B * H, T, *rest)
-    if missing := -T % size:
-        x = torch.cat([x, x.new_zeros(B * H, missing, *rest)], dim=1)
-    return x.view(B * H, -1, size, *rest).transpose(0, 1).contiguous()
+    start: int
+    stop: int
+    size: int
 
 
-def time_segments(rows: int, T: int, C: int, most: int) -> list[slice]:
-    """Time slices of whole chunks with about `most` tokens times `rows` each; the last one may reach beyond T."""
-    size = C * max(1, most // (rows * C))
-    return [slice(t, t + size) for t in range(0, T, size)]
+def segments(rows: int, T: int, C: int, most: int) -> list[Segment]:
+    """T tokens as segments of whole chunks with about `most` tokens times `rows` each, and one of what is left."""
+    step, whole = C * max(1, most // (rows * C)), T - T % C
+    parts = [Segment(start, min(start + step, whole), C) for start in range(0, whole, step)]
+    return parts + ([Segment(whole, T, T - whole)] if whole < T else [])
 
 
-def load_chunks(tensors: list[Tensor], part: slice, C: int, dtype: torch.dtype) -> list[Tensor]:
-    """One segment of [B, H, T, …] tensors as chunks [N, B·H, C, …]; [B, H, T] becomes [N, B·H, C, 1]."""
-    return [split_chunks((x if x.dim() == 4 else x.unsqueeze(-1))[:, :, part].to(dtype), C) for x in tensors]
+def chunks_of(x: Tensor, part: Segment) -> Tensor:
+    """One segment of [B, H, T, …] as a view [N, B, H, C, …]."""
+    return x[:, :, part.start : part.stop].unflatten(2, (-1, part.size)).movedim(2, 0)
 
 
-class Chunked:
-    """A [B, H, T, …] tensor to be filled with segments of chunks, each copied once."""
+def load(x: Tensor, part: Segment, dtype: torch.dtype) -> Tensor:
+    """One segment of [B, H, T, …] as contiguous chunks [N, B·H, C, …]; [B, H, T] becomes [N, B·H, C, 1]."""
+    chunks = chunks_of(x if x.dim() == 4 else x.unsqueeze(-1), part)
+    return chunks.to(dtype, memory_format=torch.contiguous_format).contiguous().flatten(1, 2)
 
-    def __init__(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device, C: int) -> None:
-        B, H, T = shape[:3]
-        self.shape, self.C = shape, C
-        self.chunks = torch.empty(B * H, -(-T // C), C, *(shape[3:] or (1,)), dtype=dtype, device=device)
 
-    def store(self, part: slice, chunks: Tensor) -> None:
-        """Fill in the segment `part` from [N, B·H, C, …]."""
-        first = part.start // self.C
-        self.chunks[:, first : first + len(chunks)] = chunks.transpose(0, 1)
+def store(whole: Tensor, part: Segment, chunks: Tensor) -> None:
+    """Fill one segment of `whole` [B, H, T, …] from chunks [N, B·H, C, …]."""
+    target = chunks_of(whole if whole.dim() == 4 else whole.unsqueeze(-1), part)
+    target.copy_(chunks.unflatten(1, whole.shape[:2]))
 
-    def whole(self) -> Tensor:
-        """[B·H, T rounded up to chunks, …]."""
-        return self.chunks.flatten(1, 2)
 
-    def result(self) -> Tensor:
-        """[B, H, T, …]."""
-        B, H, T, *rest = self.shape
-        return self.chunks.view(B, H, -1, *rest)[:, :, :T]
+def add_product(total: Tensor, a: Tensor, b: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
+    """beta · total + alpha · a @ b for [N, B·H, …] tensors, written over `total`."""
+    total.flatten(0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1), beta=beta, alpha=alpha)
+    return total
+
+
+def core_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """What a core computes in: the widest dtype given, at least fp32."""
+    dtype = torch.float32
+    for x in tensors:
+        dtype = dtype if x is None else torch.promote_types(dtype, x.dtype)
+    return dtype

@@ -16,14 +16,14 @@ their own size: nothing is padded.
 """
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .backend import use_triton
-from .numerics import at_least_fp32, decay_exp, flush_tiny, untraced
+from .chunking import Segment, add_product, load, segments, store
+from .numerics import at_least_fp32, decay_exp, flush_tiny, full_precision, untraced
 from .tracing import exporting
 
 SCALAR_FLOOR = -100.0  # a step below this forgets everything; a finite floor admits log_decay = -inf
@@ -109,6 +109,7 @@ def decayed_scan(
     return output, final_state if output_final_state else None
 
 
+@full_precision
 def recurrent_decayed_scan(
     query: Tensor,
     key: Tensor,
@@ -132,11 +133,10 @@ def recurrent_decayed_scan(
     a = a[..., None, None] if a.ndim == 3 else a[..., :, None] if decay_axis == "key" else a[..., None, :]
     S = q.new_zeros(B, H, K, v.shape[-1]) if initial_state is None else initial_state.to(dtype)
     outputs = []
-    with _without_autocast(query):
-        # unbind, because the backward of an index fills a tensor of length T at every step
-        for q_t, k_t, v_t, a_t in zip(q.unbind(2), k.unbind(2), v.unbind(2), a.unbind(2)):
-            S = a_t * S + k_t[..., :, None] * v_t[..., None, :]
-            outputs.append((q_t[..., None, :] @ S)[..., 0, :])
+    # unbind, because the backward of an index fills a tensor of length T at every step
+    for q_t, k_t, v_t, a_t in zip(q.unbind(2), k.unbind(2), v.unbind(2), a.unbind(2)):
+        S = a_t * S + k_t[..., :, None] * v_t[..., None, :]
+        outputs.append((q_t[..., None, :] @ S)[..., 0, :])
     return torch.stack(outputs, dim=2).to(query.dtype), S if output_final_state else None
 
 
@@ -161,40 +161,33 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, decay_axis: str, i
         raise ValueError(f"initial_state must be [B, H, K, V] = {[B, H, K, V]}; got {list(initial_state.shape)}")
 
 
-def _without_autocast(x: Tensor) -> AbstractContextManager:
-    """Autocast would compute the products in half precision."""
-    device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
-
-
 class _DecayedScan(torch.autograd.Function):
     @staticmethod
+    @full_precision
     def forward(ctx, query, key, value, log_decay, initial_state, decay_axis, scale, chunk_size):
         B, H, T, K = query.shape
         V = value.shape[-1]
         kind, C = _kind(log_decay, decay_axis, chunk_size)
         tiles = TILES_PER_SEGMENT if query.device.type == "cpu" else TILES_PER_SEGMENT_GPU
-        segments = _segments(T, C, max(1, tiles // (B * H)))
+        parts = segments(B * H, T, C, tiles * C)
         core, S = CORES[kind], _first_state(query, value, initial_state, kind)
 
         output = torch.empty_like(value, dtype=query.dtype)  # value's strides: callers transpose back for free
-        starts = S.new_empty(len(segments), *S.shape)
-        with _without_autocast(query):
-            for n, segment in enumerate(segments):
-                starts[n] = S
-                o, S = core(*_load_all(query, key, value, log_decay, segment, kind), S)
-                _store(output, segment, o.mul_(scale))
+        starts = S.new_empty(len(parts), *S.shape)
+        for n, part in enumerate(parts):
+            starts[n] = S
+            o, S = core(*_load_all(query, key, value, log_decay, part, kind), S)
+            store(output, part, o.mul_(scale))
         ctx.save_for_backward(query, key, value, log_decay, starts)
         ctx.set_materialize_grads(False)
-        ctx.segments, ctx.scale, ctx.kind = segments, scale, kind
+        ctx.parts, ctx.scale, ctx.kind = parts, scale, kind
         ctx.state_dtype = None if initial_state is None else initial_state.dtype
         # a copy, as autograd forbids in-place changes of an output that is a view
         return output, (S.mT if kind == "value" else S).reshape(B, H, K, V).clone()
 
     @staticmethod
     @once_differentiable
+    @full_precision
     def backward(ctx, d_output, d_final_state):
         query, key, value, log_decay, starts = ctx.saved_tensors
         B, H, _, K = query.shape
@@ -206,25 +199,22 @@ class _DecayedScan(torch.autograd.Function):
         with_decay = ctx.needs_input_grad[3]
         d_decay = at_least_fp32(torch.zeros_like(log_decay)) if with_decay else None
 
-        with _without_autocast(query):
-            for n in reversed(range(len(ctx.segments))):
-                segment, S = ctx.segments[n], starts[n]
-                q, k = (_load(x, segment, torch.float64 if kind == "key" else dtype) for x in (query, key))
-                v, do = (_load(x, segment, torch.float64 if kind == "value" else dtype) for x in (value, d_output))
-                g, do = _load_decay(log_decay, segment, q), do * ctx.scale
-                if kind == "scalar":
-                    dq, dk, dv, dg, dS = _scalar_backward(q, k, v, g, S, do, dS, with_decay)
-                elif kind == "key":
-                    dq, dk, _, dv, dg, dS = _vector_backward(q, k, do, v, g, S, dS)
+        for part, S in zip(reversed(ctx.parts), reversed(starts.unbind())):
+            q, k, v, g = _load_all(query, key, value, log_decay, part, kind)
+            do = ctx.scale * load(d_output, part, torch.float64 if kind == "value" else dtype)
+            if kind == "scalar":
+                dq, dk, dv, dg, dS = _scalar_backward(q, k, v, g, S, do, dS, with_decay)
+            elif kind == "key":
+                dq, dk, _, dv, dg, dS = _vector_backward(q, k, do, v, g, S, dS)
+            else:
+                _, dv, dq, dk, dg, dS = _vector_backward(do, v, q, k, g, S, dS)
+            for whole, chunks in ((d_query, dq), (d_key, dk), (d_value, dv)):
+                store(whole, part, chunks)
+            if d_decay is not None and dg is not None:
+                if d_decay.ndim == 1:
+                    d_decay += dg.sum((0, 2)).view(B, H).sum(0)
                 else:
-                    _, dv, dq, dk, dg, dS = _vector_backward(do, v, q, k, g, S, dS)
-                for whole, part in ((d_query, dq), (d_key, dk), (d_value, dv)):
-                    _store(whole, segment, part)
-                if d_decay is not None and dg is not None:
-                    if d_decay.ndim == 1:
-                        d_decay += dg.sum((0, 2)).view(B, H).sum(0)
-                    else:
-                        _store(d_decay, segment, dg)
+                    store(d_decay, part, dg if dg.ndim == 4 else dg.unsqueeze(-1))
         d_initial_state = None
         if ctx.needs_input_grad[4]:
             d_initial_state = (dS.mT if kind == "value" else dS).reshape(B, H, K, V).to(ctx.state_dtype)
@@ -236,6 +226,7 @@ class _DecayedScan(torch.autograd.Function):
 _chunked = untraced(_DecayedScan.apply)
 
 
+@full_precision
 def _traced(
     query: Tensor,
     key: Tensor,
@@ -250,10 +241,9 @@ def _traced(
     (B, H, T, K), V = query.shape, value.shape[-1]
     kind, C = _kind(log_decay, decay_axis, chunk_size)
     S, outputs = _first_state(query, value, initial_state, kind), []
-    with _without_autocast(query):
-        for segment in _segments(T, C, 1):
-            o, S = CORES[kind](*_load_all(query, key, value, log_decay, segment, kind), S)
-            outputs.append(o[0])
+    for part in segments(1, T, C, C):  # one chunk each
+        o, S = CORES[kind](*_load_all(query, key, value, log_decay, part, kind), S)
+        outputs.append(o[0])
     output = scale * torch.cat(outputs, dim=1).view(B, H, T, V)
     return output.to(query.dtype), (S.mT if kind == "value" else S).reshape(B, H, K, V)
 
@@ -279,46 +269,24 @@ def _inner_state(S: Tensor, kind: str) -> Tensor:
     return S.mT.contiguous() if kind == "value" else S
 
 
-Segment = tuple[int, int, int]  # first token, token after the last, chunk length
-
-
-def _segments(T: int, C: int, chunks: int) -> list[Segment]:
-    whole = T - T % C
-    segments = [(start, min(start + C * chunks, whole), C) for start in range(0, whole, C * chunks)]
-    return segments + ([(whole, T, T - whole)] if whole < T else [])
-
-
-def _view(x: Tensor, segment: Segment) -> Tensor:
-    """[B, H, T, …] -> the segment's chunks as a view, [N, B, H, C, …]; chunk-first so that the loop reads slices."""
-    start, stop, C = segment
-    return x[:, :, start:stop].unflatten(2, (-1, C)).movedim(2, 0)
-
-
-def _load(x: Tensor, segment: Segment, dtype: torch.dtype) -> Tensor:
-    return _view(x, segment).to(dtype, memory_format=torch.contiguous_format).contiguous().flatten(1, 2)
-
-
-def _store(whole: Tensor, segment: Segment, chunks: Tensor) -> None:
-    _view(whole, segment).copy_(chunks.unflatten(1, whole.shape[:2]))
-
-
 def _load_all(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor | None, segment: "Segment", kind: str
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor | None, part: Segment, kind: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v and log decays of a segment; what meets exponentials of vector decays in fp64."""
     dtype = at_least_fp32(query).dtype
-    q, k = (_load(x, segment, torch.float64 if kind == "key" else dtype) for x in (query, key))
-    v = _load(value, segment, torch.float64 if kind == "value" else dtype)
-    return q, k, v, _load_decay(log_decay, segment, q)
+    q, k = (load(x, part, torch.float64 if kind == "key" else dtype) for x in (query, key))
+    v = load(value, part, torch.float64 if kind == "value" else dtype)
+    return q, k, v, _load_decay(log_decay, part, q)
 
 
-def _load_decay(log_decay: Tensor | None, segment: Segment, q: Tensor) -> Tensor:
-    """[N, B·H, C, …] in fp64; [1, B·H, C] for a constant decay."""
+def _load_decay(log_decay: Tensor | None, part: Segment, q: Tensor) -> Tensor:
+    """[N, B·H, C, …] in fp64, without a last axis if it is a scalar; [1, B·H, C] for a constant decay."""
     if log_decay is None:
-        return torch.zeros(1, q.shape[1], segment[2], dtype=torch.float64, device=q.device)
+        return torch.zeros(1, q.shape[1], part.size, dtype=torch.float64, device=q.device)
     if log_decay.ndim == 1:
-        return log_decay.double().repeat(q.shape[1] // len(log_decay))[None, :, None].expand(-1, -1, segment[2])
-    return _load(log_decay, segment, torch.float64)
+        return log_decay.double().repeat(q.shape[1] // len(log_decay))[None, :, None].expand(-1, -1, part.size)
+    g = load(log_decay, part, torch.float64)
+    return g if log_decay.ndim == 4 else g[..., 0]
 
 
 def _run(decay: Tensor, writes: Tensor, S: Tensor, reverse: bool = False) -> Tensor:
@@ -333,12 +301,6 @@ def _run(decay: Tensor, writes: Tensor, S: Tensor, reverse: bool = False) -> Ten
         source, target = (n + 1, n) if reverse else (n, n + 1)
         torch.addcmul(writes[n], decays[n], states[source], out=states[target])
     return states
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: float = 1.0) -> Tensor:
-    """beta · total + a @ b, written over `total`."""
-    total.flatten(0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1), beta=beta)
-    return total
 
 
 # Scalar and constant decays: the decay between two tokens is one number, so a C×C matrix of them multiplies the scores.
@@ -357,7 +319,7 @@ def _scalar_forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, S: Tensor) -> tu
     between, since_start, to_end, whole = _scalar_factors(g, q.dtype)
     states = _run(whole, (k * to_end).mT @ v, S)
     P = (q @ k.mT).mul_(between)
-    return _add_product((q * since_start) @ states[:-1], P, v), states[-1]
+    return add_product((q * since_start) @ states[:-1], P, v), states[-1]
 
 
 def _scalar_backward(
@@ -373,7 +335,7 @@ def _scalar_backward(
     dP = do @ v.mT
     dq = (do @ S.mT).mul_(since_start)
     dk = (v @ dS_end.mT).mul_(to_end)
-    dv = _add_product(kd @ dS_end, P.mT, do)
+    dv = add_product(kd @ dS_end, P.mT, do)
     dg = None
     if with_decay:
         # g_s acts on all pairs i < s ≤ t, on reads of S at t ≥ s, on writes to the end at i < s, and on S itself.
@@ -387,7 +349,7 @@ def _scalar_backward(
         dg += (writes[..., None, :] @ from_s.triu(1))[..., 0, :] + kept
         dg = dg.masked_fill(g < SCALAR_FLOOR, 0.0)
     dA = dP.mul_(between)
-    return _add_product(dq, dA, k), _add_product(dk, dA.mT, q), dv, dg, dS
+    return add_product(dq, dA, k), add_product(dk, dA.mT, q), dv, dg, dS
 
 
 # Vector decays. With x, y the pair of inputs along the decaying axis and u, w the other pair, the loss of a chunk is
@@ -416,7 +378,7 @@ def _key_forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, S: Tensor) -> tuple
     P = flush_tiny(X @ Y.mT).to(v.dtype).tril_()
     states = _run(whole, flush_tiny(Y.mul_(end)).to(v.dtype).mT @ v, S)
     Xg = flush_tiny(X.mul_(CENTRE)).to(v.dtype)
-    return _add_product(Xg @ states[:-1], P, v), states[-1]
+    return add_product(Xg @ states[:-1], P, v), states[-1]
 
 
 def _value_forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
@@ -424,7 +386,7 @@ def _value_forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, S: Tensor) -> tup
     Y = v / E
     R = (q @ k.mT).tril_().double()
     states = _run(whole, flush_tiny(Y * end).to(q.dtype).mT @ k, S)
-    return _add_product((q @ states[:-1].mT).double(), R, Y, beta=CENTRE).mul_(E), states[-1]
+    return add_product((q @ states[:-1].mT).double(), R, Y, beta=CENTRE).mul_(E), states[-1]
 
 
 CORES = {"scalar": _scalar_forward, "key": _key_forward, "value": _value_forward}
@@ -443,12 +405,12 @@ def _vector_backward(
     dS, dS_end = dS[0], dS[1:]
     P = flush_tiny(X @ Y.mT).to(dtype).tril_()
     R = (u @ w.mT).tril_().double()
-    du = _add_product(Xg @ S, P, w)
-    dw = _add_product(Yd @ dS_end, P.mT, u)
-    dx = _add_product((u @ S.mT).double(), R, Y, beta=CENTRE).mul_(E)
+    du = add_product(Xg @ S, P, w)
+    dw = add_product(Yd @ dS_end, P.mT, u)
+    dx = add_product((u @ S.mT).double(), R, Y, beta=CENTRE).mul_(E)
     dy = (w @ dS_end.mT).double().mul_(end)
     kept = (Y * dy).sum(-2) + (whole * (S * dS_end).sum(-1, keepdim=True))[..., 0]
-    dy = _add_product(dy, R.mT, X).div_(E)
+    dy = add_product(dy, R.mT, X).div_(E)
     # token t raises G_t as a reader and lowers it as a writer; in fp64, as under strong decay nearly all of it cancels
     dG = torch.addcmul(x * dx, y, dy, value=-1)
     dG[..., -1, :] += kept

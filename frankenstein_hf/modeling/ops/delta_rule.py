@@ -1,5 +1,7 @@
 """The gated delta rule, token by token and chunk-parallel: one core for deltanet, gated_deltanet, kda, gated_deltanet2.
 
+`delta_rule` takes what is erased and written; `gated_delta_rule` takes the gates of both and multiplies on the way.
+
 Shapes: B batch, T time, H heads, K key width, V value width; inside, tensors are cut into N chunks of C tokens and laid
 out [N, B·H, C, …], so that a loop over chunks reads contiguous slices.
 
@@ -24,8 +26,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .backend import use_triton
-from .chunking import Chunked, load_chunks, time_segments
-from .numerics import LOG_TINY, at_least_fp32, decay_exp, flush_tiny, untraced
+from .chunking import Segment, core_dtype, load, segments, store
+from .numerics import LOG_TINY, at_least_fp32, decay_exp, flush_tiny, full_precision, untraced
 from .tracing import exporting, unit_lower_inverse
 
 SEGMENT_ROWS = 2048  # tokens times heads of a segment: its tensors stay in cache, its operations stay large
@@ -37,6 +39,7 @@ PER_KEY_CHUNK = 16
 PER_KEY_MIN_LOG_DECAY = -40.0  # 16 · 40 < 708; what exp(-40) leaves is beyond fp64 rounding
 
 
+@full_precision
 def recurrent_delta_rule(
     query: Tensor,
     key: Tensor,
@@ -53,6 +56,9 @@ def recurrent_delta_rule(
     dtype = query.dtype
     q, k, e, z = (at_least_fp32(x) for x in (query, key, erase, write))
     S = k.new_zeros(*k.shape[:2], k.shape[-1], z.shape[-1]) if initial_state is None else at_least_fp32(initial_state)
+    if q.shape[2] == 1:
+        output, S = _step(q, k, e, z, None if log_decay is None else at_least_fp32(log_decay), S)
+        return (scale * output).to(dtype), S if output_final_state else None
     if log_decay is not None:
         a = at_least_fp32(log_decay if log_decay.dim() == 4 else log_decay.unsqueeze(-1)).exp()
     outputs = []
@@ -64,6 +70,63 @@ def recurrent_delta_rule(
         outputs.append((q[:, :, t, :, None] * S).sum(2))
     output = scale * torch.stack(outputs, dim=2)
     return output.to(dtype), S if output_final_state else None
+
+
+def _step(q: Tensor, k: Tensor, e: Tensor, z: Tensor, g: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
+    """One token [B, H, 1, …]: its output, not scaled, and the next state."""
+    if g is not None:
+        S = g.exp().mT * S if g.dim() == 4 else g.exp().unsqueeze(-1) * S
+    shape, S = S.shape, S.flatten(0, 1)
+    q, k, e, z = (x.flatten(0, 1) for x in (q, k, e, z))
+    u = torch.baddbmm(z, e, S, alpha=-1)
+    S = torch.baddbmm(S, k.mT, u)
+    return (q @ S).unflatten(0, shape[:2]), S.view(shape)
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    erase_gate: Tensor,
+    write_gate: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    chunk_size: int = 64,
+    implementation: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`delta_rule` with erase = erase_gate · key and write = write_gate · value, which are never stored.
+
+    Args:
+        query, key, value: [B, H, T, K], [B, H, T, K], [B, H, T, V].
+        erase_gate: [B, H, T] or [B, H, T, K].
+        write_gate: [B, H, T] or [B, H, T, V]; that of erasing, which must then be [B, H, T], if None.
+        log_decay, scale, initial_state, output_final_state, chunk_size, implementation: As in `delta_rule`.
+
+    Returns and raises:
+        As `delta_rule`.
+    """
+    B, H, T, K = key.shape
+    wide = {"erase_gate": (erase_gate, K), "write_gate": (write_gate, value.shape[-1])}
+    for name, (gate, width) in wide.items():
+        if gate is not None and gate.shape != {3: (B, H, T), 4: (B, H, T, width)}.get(gate.dim()):
+            raise ValueError(f"{name} must be {(B, H, T)} or {(B, H, T, width)}, got {tuple(gate.shape)}")
+    options: dict[str, Any] = {
+        "scale": scale, "initial_state": initial_state, "output_final_state": output_final_state,
+    }  # fmt: skip
+    given = (query, key, value, erase_gate, log_decay, initial_state)
+    if T <= SHORT or use_triton(implementation, *given):
+        write = erase_gate if write_gate is None else write_gate
+        erase, write = (y if y.dim() == 4 else y.unsqueeze(-1) for y in (erase_gate, write))
+        return delta_rule(
+            query, key, erase * key, write * value, log_decay,
+            chunk_size=chunk_size, implementation=implementation, **options,
+        )  # fmt: skip
+    _check_shapes(query, key, key, value, log_decay, initial_state)
+    gates = (erase_gate,) if write_gate is None else (erase_gate, write_gate)
+    return _run_chunked((query, key, value, log_decay, *gates), chunk_size, **options)
 
 
 def delta_rule(
@@ -105,7 +168,6 @@ def delta_rule(
     _check_shapes(query, key, erase, write, log_decay, initial_state)
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
-    B, H, T, K = key.shape
     if not sequential and use_triton(implementation, query, key, erase, write, log_decay, initial_state):
         from .triton.delta_rule import triton_delta_rule
 
@@ -113,22 +175,41 @@ def delta_rule(
             query, key, erase, write, log_decay, scale=scale, initial_state=initial_state, chunk_size=chunk_size
         )
         return output, state if output_final_state else None
-    with torch.autocast(query.device.type, enabled=False):
-        if sequential or T <= SHORT:
-            return recurrent_delta_rule(
-                query, key, erase, write, log_decay, scale=scale,
-                initial_state=initial_state, output_final_state=output_final_state,
-            )  # fmt: skip
-        if log_decay is None:
-            log_decay = key.new_zeros(1, 1, 1).expand(B, H, T)
-        if log_decay.dim() == 4:
-            chunk_size = min(chunk_size, PER_KEY_CHUNK)
-        elif query.device.type == "cpu":
-            chunk_size = min(chunk_size, CPU_CHUNK)
-        if initial_state is None:
-            initial_state = at_least_fp32(key.new_zeros(1)).expand(B, H, K, write.shape[-1])
-        chunked = _traced if exporting() else _chunked
-        output, state = chunked(query, key, erase, write, log_decay, initial_state, scale, min(chunk_size, T))
+    if sequential or key.shape[2] <= SHORT:
+        return recurrent_delta_rule(
+            query, key, erase, write, log_decay, scale=scale,
+            initial_state=initial_state, output_final_state=output_final_state,
+        )  # fmt: skip
+    return _run_chunked(
+        (query, key, write, log_decay, erase), chunk_size, scale=scale, initial_state=initial_state,
+        output_final_state=output_final_state, gated=False,
+    )  # fmt: skip
+
+
+def _run_chunked(
+    inputs: tuple[Tensor | None, ...],
+    chunk_size: int,
+    *,
+    scale: float,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    gated: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """`inputs` are query, key, value (or write), log decay, and the gates of erasing and writing (or erase)."""
+    query, key, value, log_decay, *rest = inputs
+    assert query is not None and key is not None and value is not None
+    B, H, T, K = key.shape
+    if log_decay is None:
+        log_decay = key.new_zeros(1, 1, 1).expand(B, H, T)
+    if log_decay.dim() == 4:
+        chunk_size = min(chunk_size, PER_KEY_CHUNK)
+    elif query.device.type == "cpu":
+        chunk_size = min(chunk_size, CPU_CHUNK)
+    if initial_state is None:
+        initial_state = at_least_fp32(key.new_zeros(1)).expand(B, H, K, value.shape[-1])
+    C = min(chunk_size, T)
+    chunked = _traced if exporting() else _chunked
+    output, state = chunked(query, key, value, log_decay, *rest, initial_state, scale, C, gated)
     return output, state if output_final_state else None
 
 
@@ -206,30 +287,21 @@ def _scan(seg: _Segment, z: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
     return states, u
 
 
-def _traced(
-    query: Tensor,
-    key: Tensor,
-    erase: Tensor,
-    write: Tensor,
-    log_decay: Tensor,
-    S: Tensor,
-    scale: float,
-    C: int,
-) -> tuple[Tensor, Tensor]:
+@full_precision
+def _traced(*args: Any) -> tuple[Tensor, Tensor]:
     """The chunked form as operations a traced graph can hold; the number of tokens is known."""
-    B, H, T, V = write.shape
-    inputs, outputs = [query, key, erase, write, log_decay], []
-    dtype = at_least_fp32(query).dtype
+    *inputs, S, scale, C, gated = args
+    (B, H, T, V), outputs = inputs[2].shape, []
+    dtype = core_dtype(*inputs, S)
     S = S.to(dtype).flatten(0, 1)
-    for start in range(0, T, C):
-        part = slice(start, min(start + C, T))
-        q, k, e, z, g = load_chunks(inputs, part, part.stop - start, dtype)  # one chunk
-        seg = _prepare(q, k, e, g)
-        u = seg.inverse @ (z - seg.x_S[:, :, 1] @ S)
+    for part in segments(1, T, C, C):  # one chunk each
+        x = _load_segment(inputs, part, dtype, gated)
+        seg = _prepare(x.q, x.k, x.e, x.g)
+        u = seg.inverse @ (x.z - seg.x_S[:, :, 1] @ S)
         outputs.append((seg.x_S[:, :, 0] @ S + seg.scores[:, :, 0] @ u)[0])
         S = flush_tiny(seg.decay[0] * S + seg.k_S[0].mT @ u[0])
     output = scale * torch.cat(outputs, dim=1).view(B, H, T, V)
-    return output.to(query.dtype), S.view(B, H, -1, V)
+    return output.to(inputs[0].dtype), S.view(B, H, -1, V)
 
 
 def _segment_backward(
@@ -296,48 +368,82 @@ def _min_log_decay(g: Tensor) -> float:
     return PER_KEY_MIN_LOG_DECAY if g.shape[-1] > 1 else LOG_TINY
 
 
+class _Loaded(NamedTuple):
+    """One segment of the inputs, [N, B·H, C, …]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    e: Tensor
+    z: Tensor
+    gates: tuple[Tensor, ...]  # of erasing, and of writing if that is another one
+
+
+def _load_segment(inputs: list[Tensor], part: Segment, dtype: torch.dtype, gated: bool) -> _Loaded:
+    q, k, v, g, *rest = (load(x, part, dtype) for x in inputs)
+    if not gated:
+        return _Loaded(q, k, v, g, rest[0], v, ())
+    return _Loaded(q, k, v, g, rest[0] * k, rest[-1] * v, tuple(rest))
+
+
+def _gate_gradients(x: _Loaded, dk: Tensor, de: Tensor, dz: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Gradients of k, of v, and of the gates, from those of k, e and z."""
+    if not x.gates:
+        return dk, dz, [de]
+
+    def summed(gate: Tensor, product: Tensor) -> Tensor:
+        return product.sum(-1, keepdim=True) if gate.shape[-1] == 1 else product
+
+    erase, write = x.gates[0], x.gates[-1]
+    d_gates = [summed(erase, de * x.k), summed(write, dz * x.v)]
+    if len(x.gates) == 1:
+        d_gates = [d_gates[0].add_(d_gates[1])]
+    return dk.addcmul_(erase, de), dz.mul_(write), d_gates
+
+
 class _ChunkDeltaRule(torch.autograd.Function):
     @staticmethod
+    @full_precision
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        *inputs, S, scale, C = args
-        (B, H, T, K), V = inputs[1].shape, inputs[3].shape[-1]
-        dtype = torch.float32
-        for x in (*inputs, S):
-            dtype = torch.promote_types(dtype, x.dtype)
+        *inputs, S, scale, C, gated = args
+        (B, H, T, K), V = inputs[1].shape, inputs[2].shape[-1]
+        dtype = core_dtype(*inputs, S)
         S = S.to(dtype).reshape(B * H, K, V)
-        output = Chunked((B, H, T, V), inputs[0].dtype, S.device, C)
+        output = torch.empty_like(inputs[2], dtype=inputs[0].dtype)  # its strides: callers transpose back for free
         starts = []
-        for part in time_segments(B * H, T, C, SEGMENT_ROWS):
+        for part in segments(B * H, T, C, SEGMENT_ROWS):
             starts.append(S)
-            q, k, e, z, g = load_chunks(inputs, part, C, dtype)
-            seg = _prepare(q, k, e, g)
-            states, u = _scan(seg, z, S)
-            output.store(part, (seg.x_S[:, :, 0] @ states[:-1]).add_(seg.scores[:, :, 0] @ u).mul_(scale))
+            x = _load_segment(inputs, part, dtype, gated)
+            seg = _prepare(x.q, x.k, x.e, x.g)
+            states, u = _scan(seg, x.z, S)
+            store(output, part, (seg.x_S[:, :, 0] @ states[:-1]).add_(seg.scores[:, :, 0] @ u).mul_(scale))
             S = flush_tiny(states[-1])
         ctx.save_for_backward(*inputs, torch.stack(starts))
-        ctx.scale, ctx.C = scale, C
+        ctx.scale, ctx.C, ctx.gated = scale, C, gated
         ctx.set_materialize_grads(False)
-        return output.result(), S.view(B, H, K, V)
+        return output, S.view(B, H, K, V)
 
     @staticmethod
     @once_differentiable
+    @full_precision
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, starts = ctx.saved_tensors
-        (B, H, T, K), V, C = inputs[1].shape, starts.shape[-1], ctx.C
+        (B, H, T, K), V = inputs[1].shape, starts.shape[-1]
         d_output, d_final = grad_outputs
         if d_output is None:
             d_output = starts.new_zeros(1).expand(B, H, T, V)
         dS = torch.zeros_like(starts[0]) if d_final is None else d_final.to(starts.dtype).reshape(starts[0].shape)
-        grads = [Chunked(x.shape, x.dtype, x.device, C) for x in inputs]
-        with torch.autocast(starts.device.type, enabled=False):
-            for start, part in reversed(list(zip(starts, time_segments(B * H, T, C, SEGMENT_ROWS)))):
-                q, k, e, z, g, do = load_chunks([*inputs, d_output], part, C, starts.dtype)
-                seg = _prepare(q, k, e, g)
-                states, u = _scan(seg, z, start)
-                *chunks, dS = _segment_backward(seg, states, u, g, do * ctx.scale, dS)
-                for grad, x in zip(grads, chunks):
-                    grad.store(part, x)
-        return *(grad.result() for grad in grads), dS.view(B, H, K, V), None, None
+        grads = [torch.empty_like(x) for x in inputs]
+        for start, part in reversed(list(zip(starts, segments(B * H, T, ctx.C, SEGMENT_ROWS)))):
+            x, do = _load_segment(inputs, part, starts.dtype, ctx.gated), load(d_output, part, starts.dtype)
+            seg = _prepare(x.q, x.k, x.e, x.g)
+            states, u = _scan(seg, x.z, start)
+            dq, dk, de, dz, dg, dS = _segment_backward(seg, states, u, x.g, do * ctx.scale, dS)
+            dk, dv, d_gates = _gate_gradients(x, dk, de, dz)
+            for grad, chunks in zip(grads, (dq, dk, dv, dg, *d_gates)):
+                store(grad, part, chunks)
+        return *grads, dS.view(B, H, K, V), None, None, None
 
 
 _chunked = untraced(_ChunkDeltaRule.apply)

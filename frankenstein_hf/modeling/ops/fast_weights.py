@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .chunking import Chunked, load_chunks, time_segments
-from .numerics import at_least_fp32, decay_exp, flush_tiny, untraced
+from .chunking import core_dtype, load, segments, store
+from .numerics import at_least_fp32, decay_exp, flush_tiny, full_precision, untraced
 
 SEGMENT_ROWS = 1024  # tokens times heads of a segment: its tensors stay in the processor's cache
 CHUNK = 32
@@ -69,43 +69,41 @@ def channelwise_delta_rule(
             raise ValueError(f"{name} must be {[B, H, T, V]}, got {list(x.shape)}")
     if initial_state is not None and initial_state.shape != (B, H, K, V):
         raise ValueError(f"initial_state must be {[B, H, K, V]}, got {list(initial_state.shape)}")
-    with torch.autocast(query.device.type, enabled=False):
-        if log_decay is None:
-            log_decay = at_least_fp32(value.new_zeros(1)).expand(B, H, T, V)
-        if initial_state is None:
-            initial_state = at_least_fp32(key.new_zeros(1)).expand(B, H, K, V)
-        output, state = (_chunked if T > 1 else _ChannelwiseDeltaRule.apply)(
-            query, key, value, step, log_decay, initial_state, scale, min(chunk_size, CHUNK, T)
-        )
+    if log_decay is None:
+        log_decay = at_least_fp32(value.new_zeros(1)).expand(B, H, T, V)
+    if initial_state is None:
+        initial_state = at_least_fp32(key.new_zeros(1)).expand(B, H, K, V)
+    output, state = (_chunked if T > 1 else _ChannelwiseDeltaRule.apply)(
+        query, key, value, step, log_decay, initial_state, scale, min(chunk_size, CHUNK, T)
+    )
     return output, state if output_final_state else None
 
 
 class _ChannelwiseDeltaRule(torch.autograd.Function):
     @staticmethod
+    @full_precision
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         *inputs, S, scale, C = args
         (B, H, T, K), V = inputs[1].shape, inputs[2].shape[-1]
-        dtype = torch.float32
-        for x in (*inputs, S):
-            dtype = torch.promote_types(dtype, x.dtype)
+        dtype = core_dtype(*inputs, S)
         S = S.to(dtype).reshape(B * H, K, V)
-        output = Chunked((B, H, T, V), inputs[0].dtype, S.device, C)
-        writes = Chunked((B, H, T, V), dtype, S.device, C)
-        loop = _Substitution(C, B * H, V, S)
-        starts = []
-        for part in time_segments(B * H, T, C, SEGMENT_ROWS):
+        output = torch.empty_like(inputs[2], dtype=inputs[0].dtype)
+        writes = torch.empty(B, H, T, V, dtype=dtype, device=S.device)
+        loops, starts = _Loops(B * H, V, S), []
+        for part in segments(B * H, T, C, SEGMENT_ROWS):
             starts.append(S)
-            q, k, v, eta, g = load_chunks(inputs, part, C, dtype)
-            o, y, S = _segment_forward(loop, q, k, v, eta, g, S)
-            output.store(part, o.mul_(scale))
-            writes.store(part, y)
-        ctx.save_for_backward(*inputs, writes.whole(), torch.stack(starts))
+            q, k, v, eta, g = (load(x, part, dtype) for x in inputs)
+            o, y, S = _segment_forward(loops.of(part.size), q, k, v, eta, g, S)
+            store(output, part, o.mul_(scale))
+            store(writes, part, y)
+        ctx.save_for_backward(*inputs, writes, torch.stack(starts))
         ctx.scale, ctx.C = scale, C
         ctx.set_materialize_grads(False)
-        return output.result(), S.reshape(B, H, K, V)
+        return output, S.reshape(B, H, K, V)
 
     @staticmethod
     @once_differentiable
+    @full_precision
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, writes, starts = ctx.saved_tensors
         (B, H, T, K), V, C = inputs[1].shape, starts.shape[-1], ctx.C
@@ -113,16 +111,13 @@ class _ChannelwiseDeltaRule(torch.autograd.Function):
         if d_output is None:
             d_output = starts.new_zeros(1).expand(B, H, T, V)
         dS = torch.zeros_like(starts[0]) if d_final is None else d_final.to(starts.dtype).reshape(starts[0].shape)
-        grads = [Chunked(x.shape, x.dtype, x.device, C) for x in inputs]
-        loop = _Substitution(C, B * H, V, starts)
-        with torch.autocast(starts.device.type, enabled=False):
-            for start, part in reversed(list(zip(starts, time_segments(B * H, T, C, SEGMENT_ROWS)))):
-                q, k, v, eta, g, do = load_chunks([*inputs, d_output], part, C, starts.dtype)
-                y = writes[:, part].unflatten(1, (-1, C)).transpose(0, 1)
-                *chunks, dS = _segment_backward(loop, q, k, v, eta, g, y, start, do * ctx.scale, dS)
-                for grad, x in zip(grads, chunks):
-                    grad.store(part, x)
-        return *(grad.result() for grad in grads), dS.reshape(B, H, K, V), None, None
+        grads, loops = [torch.empty_like(x) for x in inputs], _Loops(B * H, V, starts)
+        for start, part in reversed(list(zip(starts, segments(B * H, T, C, SEGMENT_ROWS)))):
+            q, k, v, eta, g, y, do = (load(x, part, starts.dtype) for x in (*inputs, writes, d_output))
+            *chunks, dS = _segment_backward(loops.of(part.size), q, k, v, eta, g, y, start, do * ctx.scale, dS)
+            for grad, x in zip(grads, chunks):
+                store(grad, part, x)
+        return *grads, dS.reshape(B, H, K, V), None, None
 
 
 _chunked = untraced(_ChannelwiseDeltaRule.apply)
@@ -166,6 +161,19 @@ class _Substitution:
             upto.addcmul_(by_query, d_out)
             torch.mul(step, d_write, out=d_error)
             before.mul_(decay).addcmul_(by_key, d_error, value=-1)
+
+
+class _Loops:
+    """A `_Substitution` for every length of chunk."""
+
+    def __init__(self, BH: int, V: int, like: Tensor) -> None:
+        self.BH, self.V, self.like = BH, V, like
+        self.made: dict[int, _Substitution] = {}
+
+    def of(self, C: int) -> _Substitution:
+        if C not in self.made:
+            self.made[C] = _Substitution(C, self.BH, self.V, self.like)
+        return self.made[C]
 
 
 def _rows(k: Tensor, q: Tensor) -> Tensor:

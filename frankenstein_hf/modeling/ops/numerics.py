@@ -29,8 +29,8 @@ def full_precision(function: Function) -> Function:
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        device = next(x.device.type for x in args if isinstance(x, Tensor))
-        if not torch.is_autocast_enabled(device):
+        device = next((x.device.type for x in args if isinstance(x, Tensor)), "cpu")
+        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
             return function(*args, **kwargs)
         with torch.autocast(device, enabled=False):
             return function(*args, **kwargs)

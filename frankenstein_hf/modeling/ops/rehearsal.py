@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .banded import banded_product, banded_scores
+from .chunking import Segment, core_dtype, segments
 from .decayed_scan import decayed_scan
 from .numerics import at_least_fp32, decay_exp, flush_tiny, full_precision, untraced
 
@@ -88,19 +89,17 @@ class _RehearsalDeltaRule(torch.autograd.Function):
     """Segments forward; backward recomputes each from the state before it."""
 
     @staticmethod
+    @full_precision
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         *inputs, S, C = args
         (B, H, T, K), V = inputs[0].shape, inputs[2].shape[-1]
-        dtype = torch.float32
-        for x in (*inputs, S):
-            dtype = torch.promote_types(dtype, x.dtype)
+        dtype = core_dtype(*inputs, S)
         S = S.to(dtype).reshape(B * H, K, V)
         output = torch.empty(B * H, T, V, dtype=dtype, device=S.device)
         starts = []
-        with torch.autocast(S.device.type, enabled=False):
-            for part in _segments(B * H, T, C):
-                starts.append(S)
-                output[:, part], S = _segment(_load(inputs, part, dtype), S, C)
+        for part in segments(B * H, T, C, SEGMENT_ROWS):
+            starts.append(S)
+            output[:, part.start : part.stop], S = _segment(_load(inputs, part, dtype), S, part.size)
         ctx.save_for_backward(*inputs, torch.stack(starts))
         ctx.C = C
         ctx.set_materialize_grads(False)
@@ -108,22 +107,23 @@ class _RehearsalDeltaRule(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @full_precision
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, starts = ctx.saved_tensors
         (B, H, T, K), V, C = inputs[0].shape, starts.shape[-1], ctx.C
         d_output, d_final = grad_outputs
         dS = torch.zeros_like(starts[0]) if d_final is None else d_final.to(starts.dtype).reshape(starts[0].shape)
         grads = [torch.zeros(B * H, *x.shape[2:], dtype=starts.dtype, device=x.device) for x in inputs]
-        with torch.autocast(starts.device.type, enabled=False):
-            for start, part in reversed(list(zip(starts, _segments(B * H, T, C)))):
-                pieces = [x.detach().requires_grad_() for x in (*_load(inputs, part, starts.dtype), start)]
-                with torch.enable_grad():
-                    o, S = _segment(pieces[:-1], pieces[-1], C)
-                do = torch.zeros_like(o) if d_output is None else d_output.flatten(0, 1)[:, part].to(o.dtype)
-                *chunks, dS = torch.autograd.grad((o, S), pieces, (do, dS))
-                dS = flush_tiny(dS)
-                for grad, x in zip(grads, chunks):
-                    grad[:, part.start : part.start + x.shape[1]] += x
+        for start, part in reversed(list(zip(starts, segments(B * H, T, C, SEGMENT_ROWS)))):
+            pieces = [x.detach().requires_grad_() for x in (*_load(inputs, part, starts.dtype), start)]
+            with torch.enable_grad():
+                o, S = _segment(pieces[:-1], pieces[-1], part.size)
+            own = slice(part.start, part.stop)
+            do = torch.zeros_like(o) if d_output is None else d_output.flatten(0, 1)[:, own].to(o.dtype)
+            *chunks, dS = torch.autograd.grad((o, S), pieces, (do, dS))
+            dS = flush_tiny(dS)
+            for grad, x in zip(grads, chunks):
+                grad[:, part.start : part.start + x.shape[1]] += x
         d_inputs = (grad.view(x.shape).to(x.dtype) for grad, x in zip(grads, inputs))
         return *d_inputs, dS.reshape(B, H, K, V), None
 
@@ -131,27 +131,20 @@ class _RehearsalDeltaRule(torch.autograd.Function):
 _chunked = untraced(_RehearsalDeltaRule.apply)
 
 
-def _segments(BH: int, T: int, C: int) -> list[slice]:
-    """Time slices of whole chunks."""
-    size = C * max(1, SEGMENT_ROWS // (BH * C))
-    return [slice(t, min(t + size, T)) for t in range(0, T, size)]
-
-
-def _load(inputs: list[Tensor], part: slice, dtype: torch.dtype) -> list[Tensor]:
+def _load(inputs: list[Tensor], part: Segment, dtype: torch.dtype) -> list[Tensor]:
     """A segment's [B·H, length, …]; keys and values with the W − 1 pairs before it."""
     q, k, v, w, g = (x.flatten(0, 1) for x in inputs)
-    pairs = slice(part.start, part.stop + k.shape[1] - q.shape[1])
-    return [x.to(dtype) for x in (q[:, part], k[:, pairs], v[:, pairs], w[:, part], g[:, part])]
+    own, pairs = slice(part.start, part.stop), slice(part.start, part.stop + k.shape[1] - q.shape[1])
+    return [x.to(dtype) for x in (q[:, own], k[:, pairs], v[:, pairs], w[:, own], g[:, own])]
 
 
 def _segment(inputs: list[Tensor], S: Tensor, C: int) -> tuple[Tensor, Tensor]:
     """What `_load` returned -> output [B·H, L, V] and the state after the segment."""
     q, k, v, w, g = inputs
-    L, W, dtype = q.shape[1], k.shape[1] - q.shape[1] + 1, q.dtype
-    missing, J = -L % C, C + W - 1
-    # tokens that fill the last chunk neither write nor forget
-    q, w, g = (_chunks(F.pad(x, (0, 0, 0, missing)), C, C) for x in (q, w.unsqueeze(-1), g.unsqueeze(-1)))
-    k, v = (_chunks(F.pad(x, (0, 0, 0, missing)), J, C) for x in (k, v))
+    W, dtype = k.shape[1] - q.shape[1] + 1, q.dtype
+    J = C + W - 1
+    q, w, g = (_chunks(x, C, C) for x in (q, w.unsqueeze(-1), g.unsqueeze(-1)))
+    k, v = (_chunks(x, J, C) for x in (k, v))
     G = g.double().clamp_min(MIN_LOG_DECAY).cumsum(2)  # [N, B·H, C, 1]
     before = G - g.double().clamp_min(MIN_LOG_DECAY)
     ones = torch.ones(C, C, dtype=torch.bool, device=q.device)
@@ -175,7 +168,7 @@ def _segment(inputs: list[Tensor], S: Tensor, C: int) -> tuple[Tensor, Tensor]:
         held.append(k_n @ S)
         S = flush_tiny(torch.baddbmm(torch.addcmul(add, decay, S), remove, held[-1], alpha=-1))
     o = (q @ torch.stack(states)) * since + by_value @ v - by_state @ torch.stack(held)
-    return o.transpose(0, 1).flatten(1, 2)[:, :L], S
+    return o.transpose(0, 1).flatten(1, 2), S
 
 
 class _Written(torch.autograd.Function):
