@@ -24,21 +24,22 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 MASKED_SENTENCES = (
+    "Return a list [MASK] the names.",
+    "Return True if the path [MASK] a directory.",
+    "This class is used [MASK] create a new object.",
     "Return the [MASK] of the file.",
-    "If the argument is [MASK], an exception is raised.",
-    "This method is called [MASK] the connection is closed.",
 )
 PROMPTS = ("Return a list of", "This class", "If the file")
 # What is usual, so that nobody takes the demo for more than it is (arXiv 1810.04805, appendix A.2).
 USUAL = "BERT-base has 110 M parameters and read some 130,000 M tokens."
 
 COMMON = {
-    "learning_rate": 3e-3,
-    "adam_beta2": 0.98,
+    "optim": "frankenstein_adafactor",  # the fastest on this text at this size, docs/optimizer_results.md
+    "learning_rate": 0.09,
     "warmup_steps": 0.05,
     "per_device_eval_batch_size": 32,
     "block_size": 128,
-    "vocab_size": 4096,
+    "vocab_size": 2048,
     "save_steps": 100,
     "save_total_limit": 1,
 }
