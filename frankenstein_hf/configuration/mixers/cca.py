@@ -102,6 +102,7 @@ def _spec(name: str, summary: str, params: type[CompressedConvolutionalParams], 
         cache=frozenset({"latent", "tail"}),
         token_size=_cached_floats,
         state_size=_tail_floats,
+        rotary_width=lambda params, config: params.sizes(config)[1],
         small_params=small,
     )
 

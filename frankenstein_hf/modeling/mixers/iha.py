@@ -97,9 +97,11 @@ class InterleavedHeadAttention(CompressedAttention):
                 query, kept["key"], kept["value"], *mixes,  # type: ignore[misc]
                 mask=context.mask(), is_causal=context.causal_flag, dropout=self.dropout,
             )  # fmt: skip
-        q, k, v = (mixed(x, mix) for x, mix in zip((query, kept["key"], kept["value"]), mixes))
-        output, weights = dense_attention(self, q, k, v, context, scale=self.scaling, dropout=self.dropout)
-        return output.unflatten(1, (self.num_heads, -1)).mean(2), weights
+        total, P = torch.zeros_like(query), self.params.num_pseudo_heads
+        for p in range(P):  # one at a time, so that the backward pass holds the gradients of one
+            q, k, v = (mixed(x, mix[:, p : p + 1]) for x, mix in zip((query, kept["key"], kept["value"]), mixes))
+            total = total + dense_attention(self, q, k, v, context, scale=self.scaling, dropout=self.dropout)[0]
+        return total / P, None
 
     def attend_as_kept(self, query: Tensor, kept: States, context: SequenceContext) -> Tensor:
         """The mixtures of keys and values are folded into queries and outputs."""
