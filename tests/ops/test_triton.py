@@ -73,7 +73,7 @@ def test_without_the_package_the_error_names_it(monkeypatch, pretended):
         tiny_model("gla", attn_implementation="triton")(tokens(1, 5))
 
 
-def test_our_models_accept_it_however_it_is_asked_for(tmp_path):
+def test_our_models_accept_it_however_it_is_asked_for(tmp_path, pretended):
     model = tiny_model("gla")
     model.set_attn_implementation("triton")
     assert model.model.config._attn_implementation == "triton"
