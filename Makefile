@@ -1,7 +1,8 @@
 # Every target makes the environment .venv first, if it is absent or older than the pins.
 #
 #   make demo        train two small hybrid models, reload and use them    (ARGS=--restart to start over)
-#   make test        what continuous integration runs, under 15 minutes on two cores
+#   make test        what continuous integration runs, under 15 minutes on two cores; prints the ten slowest
+#   make contract NAME=gla   all that looks at one mixer, optimizer or other part, in a minute
 #   make test-all    the longer checks too, with all extras
 #   make check       formatting, lint, types
 #   make bench       the benchmark program                                  (ARGS="…" for its flags)
@@ -19,7 +20,7 @@ STAMP := $(VENV)/.installed
 STAMP_ALL := $(VENV)/.installed-all
 ARGS ?=
 
-.PHONY: demo test test-all check bench
+.PHONY: demo test contract test-all check bench
 .DELETE_ON_ERROR:
 
 $(STAMP): pyproject.toml constraints.txt
@@ -38,7 +39,12 @@ demo: $(STAMP)
 	@$(BIN)/python scripts/demo.py $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" --durations=10 $(ARGS)
+
+contract: $(STAMP)
+	@test -n "$(NAME)" || { echo "Say which part: make contract NAME=gla"; exit 1; }
+	$(BIN)/python -m pytest -m "not slow" --name $(NAME) $(ARGS) tests/configuration tests/contract tests/mixers tests/modeling \
+		tests/optim tests/hub/test_old_checkpoints.py tests/test_documentation.py
 
 test-all: $(STAMP_ALL)
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
