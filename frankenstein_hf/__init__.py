@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .cache_sizes import cache_report
     from .components import list_mixers, mixer_spec, register_mixer
     from .configuration.configuration_frankenstein import FrankensteinConfig
-    from .export import DecodingStep, cache_tensors, export_decoding_step, export_onnx, onnx_session
+    from .export import DecodingStep, cache_tensors, decoding_cache, export_decoding_step, export_onnx, onnx_session
     from .modeling.modeling_frankenstein import FrankensteinForCausalLM, FrankensteinForMaskedLM, FrankensteinModel
     from .modeling.modeling_frankenstein_heads import (
         FrankensteinForMultipleChoice,
@@ -39,7 +39,14 @@ _MODULES = {
     "cache_sizes": ("cache_report",),
     "components": ("list_mixers", "mixer_spec", "register_mixer"),
     "configuration.configuration_frankenstein": ("FrankensteinConfig",),
-    "export": ("DecodingStep", "cache_tensors", "export_decoding_step", "export_onnx", "onnx_session"),
+    "export": (
+        "DecodingStep",
+        "cache_tensors",
+        "decoding_cache",
+        "export_decoding_step",
+        "export_onnx",
+        "onnx_session",
+    ),
     "modeling.modeling_frankenstein": (
         "FrankensteinForCausalLM",
         "FrankensteinForMaskedLM",
@@ -80,6 +87,7 @@ __all__ = [
     "cache_report",
     "cache_tensors",
     "create_optimizer",
+    "decoding_cache",
     "describe_groups",
     "export_decoding_step",
     "export_onnx",

@@ -7,6 +7,7 @@ mixer; and nothing is returned that has not been run against the model at severa
 """
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -149,7 +150,7 @@ class DecodingStep(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, cache: dict[str, Tensor]) -> tuple[Tensor, dict]:
         """Ids [B, 1], mask [B, S + 1] and the cache of S tokens -> logits [B, V] and the cache of S + 1."""
-        layers: Any = DynamicCache(config=self.model.config)
+        layers = decoding_cache(self.model)
         keep = attention_mask[:, :-1].bool()
         for i, layer in enumerate(layers.layers):
             prefix = f"layers.{i}."
@@ -159,8 +160,16 @@ class DecodingStep(nn.Module):
         return output.logits[:, -1], cache_tensors(output.cache)
 
 
+def decoding_cache(model: Any) -> Any:
+    """An empty cache to read a prompt into, whose rings have the size of their windows from the first token on."""
+    cache: Any = DynamicCache(config=model.config)
+    for layer in cache.layers:
+        getattr(layer, "tail", layer).num_places = sys.maxsize
+    return cache
+
+
 def cache_tensors(cache: Any) -> dict[str, Tensor]:
-    """The cache a call of the model returned, as `DecodingStep` takes it."""
+    """What a `decoding_cache` holds, as `DecodingStep` takes it."""
     return {
         f"layers.{i}.{name}": x for i, layer in enumerate(cache.layers) for name, x in layer.named_tensors().items()
     }
@@ -169,7 +178,7 @@ def cache_tensors(cache: Any) -> dict[str, Tensor]:
 def export_decoding_step(model: Any) -> ExportedProgram:
     """`DecodingStep` of a causal model as a program with dynamic batch and past, checked against the model.
 
-    Prompts are read by the model itself (or another graph); its cache, as `cache_tensors`, begins the loop
+    Prompts are read by the model itself into a `decoding_cache`, whose `cache_tensors` begin the loop
     `logits, cache = program.module()(ids, mask, cache)`.
 
     Raises:
@@ -179,7 +188,7 @@ def export_decoding_step(model: Any) -> ExportedProgram:
     _check_model(model)
     with _in_eval(model), torch.no_grad():
         ids, mask = _example(model, 2, 21)
-        cache = cache_tensors(model(input_ids=ids[:, :20], attention_mask=mask[:, :20], use_cache=True).cache)
+        cache = _begun(model, ids[:, :20], mask[:, :20])
         program = torch.export.export(
             DecodingStep(model),
             (ids[:, 20:], mask, cache),
@@ -191,19 +200,22 @@ def export_decoding_step(model: Any) -> ExportedProgram:
             ids, mask = _example(model, batch, length)
             expected = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
             start = length - 2
-            begun = model(input_ids=ids[:, :start], attention_mask=mask[:, :start], use_cache=True)
-            cache = cache_tensors(begun.cache)
+            cache = _begun(model, ids[:, :start], mask[:, :start])
             for t in (start, start + 1):
                 logits, cache = step(ids[:, t : t + 1], mask[:, : t + 1], cache)
                 _check_equal("The exported step's logits", logits, expected[:, t], mask)
     return program
 
 
+def _begun(model: Any, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    return cache_tensors(model(input_ids=ids, attention_mask=mask, cache=decoding_cache(model)).cache)
+
+
 def step_shapes(model: Any) -> dict[str, dict[int, Any]]:
     """Which axes of the cache's tensors are dynamic, as `dynamic_shapes` says it."""
     ids, mask = _example(model, 2, 3)
     with _in_eval(model), torch.no_grad():
-        cache = model(input_ids=ids, attention_mask=mask, use_cache=True).cache
+        cache = model(input_ids=ids, attention_mask=mask, cache=decoding_cache(model)).cache
     shapes: dict[str, dict[int, Any]] = {}
     for i, layer in enumerate(cache.layers):
         for name, x in layer.named_tensors().items():

@@ -15,6 +15,7 @@ from ..configuration.registries import MIXERS
 from .arguments import KERNEL_KEYS, check_keywords, for_stack, looked_up
 from .cache import whole_call
 from .context import Batch, make_context, packed_starts
+from .foreign_caches import PagedLayers, check_dense, is_paged, paged_mask, paged_view, quantized_cache
 from .pretrained import FrankensteinPreTrainedModel
 from .stack import StackModel, StackOutput
 
@@ -102,16 +103,24 @@ class FrankensteinModel(StackModel):
         if output_max_logits and cache is not None:
             raise ValueError("output_max_logits looks at whole sequences: leave out the cache.")
         cache, use_cache = self.wants_cache(cache, use_cache)
+        if paged := is_paged(cache):
+            attention_mask, past = paged_mask(attention_mask, shape[1])
+            cache = PagedLayers(cache, {**kwargs, "cu_seq_lens_q": cu_seq_lens_q}, len(self.layers))
+            seq_idx = cu_seq_lens_q = None  # the mask says it
+        else:
+            past = self.prepare_cache(cache)
         kernel_kwargs = {**kwargs, "cu_seq_lens_q": cu_seq_lens_q, "position_ids": position_ids}
         context = make_context(
             Batch(shape, device, attention_mask, position_ids, seq_idx, cu_seq_lens_q, input_ids),
-            self.prepare_cache(cache),
+            past,
             is_causal=self.is_causal,
             backend=config._attn_implementation,
             rotary_function=self.rotary_emb,
             output_attentions=bool(output_attentions),
             output_max_logits=output_max_logits,
-            kernel_kwargs={key: kernel_kwargs[key] for key in KERNEL_KEYS if kernel_kwargs.get(key) is not None},
+            kernel_kwargs={
+                key: kernel_kwargs[key] for key in KERNEL_KEYS if not paged and kernel_kwargs.get(key) is not None
+            },
         )
         if use_cache and cache is None and self.is_causal and context.documents is None:
             cache = DynamicCache(config=config)
@@ -165,6 +174,25 @@ class FrankensteinForCausalLM(FrankensteinPreTrainedModel, GenerationMixin):
         self.vocab_size = self.config.vocab_size
         self.lm_head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
         self.post_init()
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        wanted = generation_config.cache_implementation == "quantized" and generation_config.use_cache is not False
+        if wanted and model_kwargs.get("cache") is None:
+            check_dense(self.model, "A quantized cache")
+            model_kwargs["cache"] = quantized_cache(self.config, generation_config.cache_config)
+            return None
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' method, which `generate_batch` and serving go through; for patterns of dense mixers.
+
+        Raises:
+            ValueError: A mixer whose cache pages cannot hold; the message names it.
+        """
+        check_dense(self.model, "Continuous batching (generate_batch, paged attention)", own_heads=False)
+        return super().init_continuous_batching.__func__(paged_view(self), *args, **kwargs)  # type: ignore[attr-defined]
 
     @staticmethod
     def create_masks_for_generate(

@@ -67,7 +67,9 @@ def test_a_hybrid_decodes_through_an_exported_step():
     mask[0, :3] = 0
     expected = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     step = fhf.export_decoding_step(model).module()
-    cache = fhf.cache_tensors(model(input_ids=ids[:, :7], attention_mask=mask[:, :7]).cache)
+    cache = fhf.decoding_cache(model)
+    model(input_ids=ids[:, :7], attention_mask=mask[:, :7], cache=cache)
+    cache = fhf.cache_tensors(cache)
     assert [name for name in cache if name.startswith("layers.2.")] == ["layers.2.keys", "layers.2.values"]
     for t in range(7, 12):
         logits, cache = step(ids[:, t : t + 1], mask[:, : t + 1], cache)

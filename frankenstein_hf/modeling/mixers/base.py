@@ -55,10 +55,12 @@ class Mixer(nn.Module):
     Attributes:
         needs_kernel: Whether a core it calls has Triton kernels, so that attn_implementation="triton" means something
             to it, and needs a GPU.
+        plain_cache: Whether its cache is one pair of keys and values, given to `append`, and nothing else.
         takes: Names of tensors that mixers below may have left in `LayerExtras.carried`; they become arguments.
     """
 
     needs_kernel = False
+    plain_cache = False
     takes: tuple[str, ...] = ()
 
     def __init__(self, config: Any, layer_idx: int) -> None:

@@ -48,6 +48,8 @@ class ODEAttention(StandardAttention):
     A stage attends to the same stage of the earlier tokens, so the cache holds keys and values per stage.
     """
 
+    plain_cache = False  # a pair for every stage
+
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.gate_proj = nn.Linear(4 * self.hidden_size, self.hidden_size) if self.params.gate else None

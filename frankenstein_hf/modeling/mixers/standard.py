@@ -20,6 +20,8 @@ eager_standard = eager_attention  # softmax(q kᵀ / √W) v, scores materialise
 class StandardAttention(Mixer):
     """softmax(q kᵀ / √W) v with rotary positions (arXiv 1706.03762); key/value heads from the config."""
 
+    plain_cache = True
+
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.num_key_value_heads = self.key_value_heads()
