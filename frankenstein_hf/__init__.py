@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 # Where each public name is defined.
 _MODULES = {
+    "attention_interface": ("attention_implementation",),
     "cache_sizes": ("cache_report",),
     "components": ("list_mixers", "mixer_spec", "register_mixer"),
     "configuration.configuration_frankenstein": ("FrankensteinConfig",),
@@ -84,6 +85,7 @@ __all__ = [
     "FrankensteinModel",
     "FrankensteinPreTrainedModel",
     "__version__",
+    "attention_implementation",
     "cache_report",
     "cache_tensors",
     "create_optimizer",

@@ -1,10 +1,12 @@
 """Our parameter-free mixers as attention implementations of any transformers model: `frankenstein_<name>`.
 
-A mixer that needs nothing but the four standard projections is a choice of which keys a query sees, or does something
-more to what it has read. The choice is made on the visibility the model itself has decided (causality, pads, packing),
-so it counts real tokens there too.
+A mixer that needs nothing but the four standard projections is a choice of which keys a query sees, made in
+`host_attention.py`, or does something more to what it has read. What the model itself has decided (causality, pads,
+packing, a window) holds.
 """
 
+import re
+import zlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,45 +17,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from .configuration.component import MixerSpec, Params
-from .configuration.mixers.swa import SWAParams
+from .configuration.component import MixerSpec
 from .configuration.registries import MIXERS
+from .host_attention import sparse_forward, visibility_mask
 
 
-def swa_visibility(visible: Tensor, own: Tensor, params: SWAParams) -> Tensor:
-    """Leave of the visible keys the first s and those of the window.
-
-    Args:
-        visible: [B, 1, T, S] what the model lets each query see.
-        own: [T] index of each query among the keys.
-        params: Window and sinks.
-    """
-    rank = visible.cumsum(-1) - 1  # position of a key among those the query sees, i.e. in real tokens
-    own_rank = rank.gather(-1, own[:, None].expand(*visible.shape[:3], 1))
-    ahead = torch.arange(visible.shape[-1], device=own.device) > own[:, None]
-    sees_ahead = bool((visible & ahead).any())
-    left, right = (params.reach // 2, params.reach // 2) if sees_ahead else (params.reach - 1, 0)
-    window = (rank >= own_rank - left) & (rank <= own_rank + right)
-    return visible & ((rank < params.num_sinks) | window)
-
-
-VISIBILITY: dict[str, Callable[[Tensor, Tensor, Any], Tensor]] = {"swa": swa_visibility}
-
-
-def mixer_mask(spec: MixerSpec, *, config: Any = None, **arguments: Any) -> Tensor | None:
-    """transformers' SDPA mask, narrowed to what the mixer sees.
-
-    Parameters of the mixer are read from `config.mixer_params[name]` where the model's config has that attribute.
-    """
-    if spec.name not in VISIBILITY:
-        return sdpa_mask(**arguments)
-    visible = sdpa_mask(**arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
-    assert visible is not None
-    values = (getattr(config, "mixer_params", None) or {}).get(spec.name, {})
-    params: Params = spec.params.from_dict(values, spec.name).resolve(config, frozenset(values))
-    first = arguments.get("q_offset", 0) - arguments.get("kv_offset", 0)
-    own = torch.arange(arguments["q_length"], device=visible.device) + first
-    return VISIBILITY[spec.name](visible, own, params)
+def dense_mask(*, config: Any = None, **arguments: Any) -> Tensor | None:
+    """transformers' SDPA mask."""
+    return sdpa_mask(**arguments)
 
 
 def xsa_forward(
@@ -77,13 +48,62 @@ def xsa_forward(
 FORWARD: dict[str, Callable[..., tuple[Tensor, None]]] = {"xsa": xsa_forward}
 
 
+def _is_sparse(spec: MixerSpec) -> bool:
+    return spec.family == "sparse"
+
+
+def _is_available(spec: MixerSpec) -> bool:
+    return spec.parameter_free(spec.params()) and (_is_sparse(spec) or spec.native_mask)
+
+
+def _register(name: str, spec: MixerSpec, values: dict[str, Any] | None) -> None:
+    if _is_sparse(spec):
+        AttentionInterface.register(name, partial(sparse_forward, spec, values))
+        AttentionMaskInterface.register(name, visibility_mask)
+    else:
+        AttentionInterface.register(name, FORWARD.get(spec.name, sdpa_attention_forward))
+        AttentionMaskInterface.register(name, dense_mask)
+
+
 def register_attention_implementations() -> None:
     """Register every parameter-free mixer with `AttentionInterface` and `AttentionMaskInterface`."""
     for spec in MIXERS:
-        if spec.parameter_free(spec.params()) and (spec.native_mask or spec.name in VISIBILITY):
-            forward = FORWARD.get(spec.name, sdpa_attention_forward)
-            AttentionInterface.register(f"frankenstein_{spec.name}", forward)
-            AttentionMaskInterface.register(f"frankenstein_{spec.name}", partial(mixer_mask, spec))
+        if _is_available(spec):
+            _register(f"frankenstein_{spec.name}", spec, None)
+
+
+def attention_implementation(name: str, **params: Any) -> str:
+    """The name to pass as `attn_implementation` to any transformers model for a mixer with the given parameters.
+
+    A model that is saved keeps the name only: call this again before loading it elsewhere.
+
+        AutoModel.from_pretrained("any/model", attn_implementation=fhf.attention_implementation("swa", window_size=512))
+
+    Args:
+        name: A mixer without parameters of its own but the projections, such as "swa" or "bigbird".
+        params: Its parameters; without any, the host config's `mixer_params[name]` are used if there are some.
+
+    Raises:
+        ValueError: The mixer cannot be an attention implementation, or a parameter is wrong.
+    """
+    spec = MIXERS.get(name)
+    allowed = [spec.name for spec in MIXERS if _is_available(spec)]
+    values = spec.params.from_dict(params, name)
+    if not _is_available(spec) or not spec.parameter_free(values):
+        needs = "token ids" if spec.needs_input_ids else "parameters or inputs of its own besides q, k and v"
+        raise ValueError(
+            f"{name!r}{f' with {params}' if params else ''} cannot be an attention implementation of other models: it "
+            f"needs {needs}. Possible are {', '.join(allowed)}."
+        )
+    full = f"frankenstein_{name}"
+    if params:
+        text = "_".join(f"{key}_{value}" for key, value in sorted(params.items()))
+        plain = re.sub(r"[^0-9a-zA-Z]+", "_", text).strip("_")
+        if plain != text:
+            plain += f"_{zlib.crc32(text.encode()):08x}"
+        full += f"_{plain}"
+        _register(full, spec, dict(params))
+    return full
 
 
 register_attention_implementations()

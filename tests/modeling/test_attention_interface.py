@@ -10,7 +10,9 @@ from frankenstein_hf.configuration.registries import MIXERS
 from ..tiny import assert_near, tiny_config, tiny_model, tokens
 
 PARAMETER_FREE = sorted(
-    spec.name for spec in MIXERS if f"frankenstein_{spec.name}" in AttentionInterface._global_mapping
+    spec.name
+    for spec in MIXERS
+    if f"frankenstein_{spec.name}" in AttentionInterface._global_mapping and spec.name != "lsa"  # refuses rotated keys
 )
 
 

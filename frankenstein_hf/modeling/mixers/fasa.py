@@ -72,7 +72,7 @@ class FrequencyAwareAttention(SparseAttention):
         if call.eager:
             mask = self.select(q, k, slice(0, L), call, params, layer_idx)
             return eager_attention(q, k, v, mask, scale=call.scale, dropout=call.dropout)
-        attend = partial(self._part, k=k, v=v, call=call, params=params, layer_idx=layer_idx)
+        attend = partial(_part, k=k, v=v, call=call, params=params, layer_idx=layer_idx, select=self.select)
         parts = []
         for start in range(0, L, QUERIES):
             queries = slice(start, min(start + QUERIES, L))
@@ -81,25 +81,6 @@ class FrequencyAwareAttention(SparseAttention):
             else:
                 parts.append(attend(q, queries))
         return torch.cat(parts, dim=2), None
-
-    def _part(
-        self, q: Tensor, queries: slice, *, k: Tensor, v: Tensor, call: Call, params: Any, layer_idx: int
-    ) -> Tensor:
-        chosen = self.select(q, k, queries, call, params, layer_idx)
-        q = q[:, :, queries]
-        if q.shape[2] > 1:
-            return scored_attention(q, k, v, chosen, scale=call.scale, dropout=call.dropout)
-        chosen = chosen[:, :, 0]
-        order = chosen.to(torch.uint8).topk(min(params.num_fac, k.shape[2]), dim=-1).indices  # [R, H, num_fac]
-        keep = chosen.gather(2, order)[:, :, None]
-        group = q.shape[1] // k.shape[1]
-        k, v = (
-            x.gather(2, order.unflatten(1, (-1, group)).flatten(2)[..., None].expand(-1, -1, -1, x.shape[-1]))
-            .unflatten(2, (group, -1))
-            .flatten(1, 2)
-            for x in (k, v)
-        )
-        return scored_attention(q, k, v, keep, scale=call.scale, dropout=call.dropout)
 
     @staticmethod
     @torch.no_grad()
@@ -118,3 +99,24 @@ class FrequencyAwareAttention(SparseAttention):
         scale = W**-0.5 if call.scale is None else call.scale
         importance = eager_tip(q[:, :, queries, :even], key, seen, chunks, params.importance, scale)
         return top_blocks(importance, params.num_fac, seen)
+
+
+def _part(
+    q: Tensor, queries: slice, *, k: Tensor, v: Tensor, call: Call, params: Any, layer_idx: int, select: Any
+) -> Tensor:
+    """Attention of some of the queries."""
+    chosen = select(q, k, queries, call, params, layer_idx)
+    q = q[:, :, queries]
+    if q.shape[2] > 1:
+        return scored_attention(q, k, v, chosen, scale=call.scale, dropout=call.dropout)
+    chosen = chosen[:, :, 0]
+    order = chosen.to(torch.uint8).topk(min(params.num_fac, k.shape[2]), dim=-1).indices  # [R, H, num_fac]
+    keep = chosen.gather(2, order)[:, :, None]
+    group = q.shape[1] // k.shape[1]
+    k, v = (
+        x.gather(2, order.unflatten(1, (-1, group)).flatten(2)[..., None].expand(-1, -1, -1, x.shape[-1]))
+        .unflatten(2, (group, -1))
+        .flatten(1, 2)
+        for x in (k, v)
+    )
+    return scored_attention(q, k, v, keep, scale=call.scale, dropout=call.dropout)

@@ -243,27 +243,10 @@ class PatternAttention(SparseAttention):
         """Which heads see which pattern."""
         raise NotImplementedError
 
-    @classmethod
-    def core(
-        cls, query: Tensor, key: Tensor, value: Tensor, call: Call, params: Any, layer_idx: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attention without the projections, as any model can use it: [r, H, L, W], and weights if materialised."""
-        outputs, weights = [], []
-        for heads, pattern in cls.patterns(params, layer_idx, query.shape[1]):
-            k, v = (_of_heads(x, heads, query.shape[1]) for x in (key, value))
-            out, weight = pattern_attention(
-                query[:, heads], k, v, pattern, offset=call.offset, is_causal=call.is_causal, eager=call.eager,
-                scale=call.scale, dropout=call.dropout,
-            )  # fmt: skip
-            outputs.append(out)
-            weights.append(weight)
-        if len(outputs) == 1:
-            return outputs[0], weights[0]
-        return torch.cat(outputs, 1), None if weights[0] is None else torch.cat(weights, 1)  # type: ignore[arg-type]
-
     def attend(self, streams: Streams, call: Call) -> tuple[Tensor, LayerExtras]:
         q, k, v = (streams[name] for name in ("query", "key", "value"))
-        out, weights = self.core(q, k, v, call, self.params, self.layer_idx)
+        patterns = self.patterns(self.params, self.layer_idx, self.num_heads)
+        out, weights = attend_in_patterns(patterns, q, k, v, call)
         return out, LayerExtras(weights)
 
     def max_logits(self, streams: Streams, rows: Rows) -> Tensor | None:
@@ -299,3 +282,21 @@ def _of_heads(x: Tensor, heads: slice, num_heads: int) -> Tensor:
     if share % (last - first) == 0:  # all within one group
         return x[:, first // share : first // share + 1]
     return x.repeat_interleave(share, dim=1)[:, first:last]
+
+
+def attend_in_patterns(
+    patterns: list[tuple[slice, Pattern]], query: Tensor, key: Tensor, value: Tensor, call: Call
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of heads to what their patterns show: [r, H, L, W], and the weights if materialised."""
+    outputs, weights = [], []
+    for heads, pattern in patterns:
+        k, v = (_of_heads(x, heads, query.shape[1]) for x in (key, value))
+        out, weight = pattern_attention(
+            query[:, heads], k, v, pattern, offset=call.offset, is_causal=call.is_causal, eager=call.eager,
+            scale=call.scale, dropout=call.dropout,
+        )  # fmt: skip
+        outputs.append(out)
+        weights.append(weight)
+    if len(outputs) == 1:
+        return outputs[0], weights[0]
+    return torch.cat(outputs, 1), None if weights[0] is None else torch.cat(weights, 1)  # type: ignore[arg-type]

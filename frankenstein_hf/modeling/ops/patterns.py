@@ -136,6 +136,32 @@ class WindowPattern(Pattern):
 
 
 @dataclass
+class LocalPattern(Pattern):
+    """What another pattern shows within a window; positions may count from a later token than 0.
+
+    Attributes:
+        inner: The other pattern.
+        left, right: How far a query looks back and ahead.
+        first: Position of key 0 in the sequence the other pattern speaks of.
+    """
+
+    inner: Pattern
+    left: int
+    right: int
+    first: int = 0
+
+    def visible(self, i: Tensor, j: Tensor, num_keys: int, is_causal: bool) -> Tensor:
+        near = (j >= i - self.left) & (j <= i + self.right)
+        return near & self.inner.visible(i + self.first, j + self.first, num_keys + self.first, is_causal)
+
+    def reach(self, first: int, last: int, S: int, is_causal: bool) -> tuple[int, int]:
+        return first - self.left, last + self.right + 1
+
+    def tiles(self, T: int, S: int, offset: int, is_causal: bool, device: torch.device) -> Iterator[Tile]:
+        yield from self.block_tiles(T, S, offset, is_causal, device)
+
+
+@dataclass
 class BigBirdPattern(Pattern):
     """A window, global blocks at the start, and a few random blocks for every block of queries (arXiv 2007.14062).
 
