@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 # Where each public name is defined.
 _MODULES = {
     "attention_interface": ("attention_implementation",),
+    "calibration": ("calibrate_fasa",),
     "cache_sizes": ("cache_report",),
     "components": ("list_mixers", "mixer_spec", "register_mixer"),
     "configuration.configuration_frankenstein": ("FrankensteinConfig",),
@@ -88,6 +89,7 @@ __all__ = [
     "attention_implementation",
     "cache_report",
     "cache_tensors",
+    "calibrate_fasa",
     "create_optimizer",
     "decoding_cache",
     "describe_groups",
