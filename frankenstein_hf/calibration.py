@@ -75,7 +75,8 @@ def _agreement(calls: list[tuple[Tensor, Tensor, bool]], top_k: int) -> Tensor:
     """[H, W/2] contextual agreement of every chunk."""
     total, queries = torch.zeros(()), 0
     for q, k, is_causal in calls:
-        (_, H, T, W), half = q.shape, q.shape[3] // 2
+        T, W = q.shape[2:]
+        half = W // 2
         places = torch.arange(top_k if is_causal else 0, T, device=q.device)
         hidden = torch.arange(T, device=q.device) > places[:, None] if is_causal else None
         q = q.index_select(2, places)

@@ -3,16 +3,17 @@
     python scripts/compare_patterns.py --markdown docs/patterns.md --plot docs/patterns.png
     python scripts/compare_patterns.py --model path/or/name --lengths 1024 4096
 
-Without --model a small byte-level Llama is trained first, on the documentation and sources of the standard library, for
---steps steps; any causal model of transformers will do. Time is process CPU seconds of a forward pass on one thread, the
-median of interleaved runs; memory the peak above what the process held before, in a forked child; difference the
-relative root mean square of the last hidden states from those under sdpa. Only ratios within one run mean anything.
+Without --model a small byte-level Llama is trained first, for --steps steps on the sources of the standard library; any
+causal model of transformers will do. Time is process CPU seconds of a forward pass on one thread, the median of
+interleaved runs; memory the peak above what the process held before, in a forked child; difference the relative root
+mean square of the last hidden states from those under sdpa. Only ratios within one run mean anything.
 """
 
 import sys
 import sysconfig
 import tempfile
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,15 @@ from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, Ll
 import frankenstein_hf as fhf
 from frankenstein_hf.data.atomic import write_json, write_text
 
-PREAMBLE = """The same weights under four attention implementations, without any further training. The model is a byte-level
-Llama of {layers} layers and width {width}, trained for {steps} steps of {batch} × {length} bytes on the sources of Python's standard
-library (loss {loss:.2f} nats a byte). Time and memory are those of one forward pass over one sequence, fp32, one thread, in
-units of sdpa; the difference is the relative root mean square of the last hidden states from sdpa's.
+PREAMBLE = """The same weights under sdpa and four attention implementations of ours, without further training: a
+byte-level Llama of {layers} layers and width {width}, trained for {steps} steps of {batch} × {length} bytes on the
+sources of Python's standard library (loss {loss:.2f} nats a byte). Time and memory are those of one forward pass over
+one sequence, fp32, one thread, in units of sdpa; the difference is the relative root mean square of the last hidden
+states from sdpa's.
 
-`{{name}}` below is what `fhf.attention_implementation(...)` returned and `from_pretrained(..., attn_implementation=name)`
-was given. Windows cost what they show, so that their time in units of sdpa falls with the length. What they leave out shows
-in the difference; a model that was trained with a pattern would not need what lies outside it.
+Each row is a name that `fhf.attention_implementation(...)` returned and that was passed to
+`from_pretrained(..., attn_implementation=name)`. Windows cost what they show, so that their time in units of sdpa falls
+with the length; what they leave out shows in the difference, which training with the pattern would reduce.
 """
 
 
@@ -103,7 +105,7 @@ def compare(path: str, arguments: Arguments) -> dict[str, dict[str, float]]:
     results: dict[str, dict[str, float]] = {name: {} for name in models if name != "sdpa"}
     for T in arguments.lengths:
         ids = text[None, :T]
-        steps = {name: (lambda m=model: m.model(ids, use_cache=False)) for name, model in models.items()}
+        steps = {name: partial(model.model, ids, use_cache=False) for name, model in models.items()}
         seconds = interleaved(steps, arguments.rounds)
         peaks = {name: peak_bytes(step) for name, step in steps.items()}
         hidden = {name: step().last_hidden_state for name, step in steps.items()}
@@ -154,7 +156,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         head = (
             f"# Sparse patterns in a pretrained model\n\nWritten by `python scripts/compare_patterns.py {flags}`.\n\n"
         )
-        body = PREAMBLE.format(**about).replace("{name}", "name") if about else f"The model is `{arguments.model}`.\n"
+        body = PREAMBLE.format(**about) if about else f"The model is `{arguments.model}`.\n"
         image = f"\n![time, memory and difference]({Path(arguments.plot).name})\n" if arguments.plot else ""
         write_text(arguments.markdown, head + body + "\n" + text + image)
     return results
