@@ -66,7 +66,7 @@ class Arguments:
 
     suites: list[str] = field(
         default_factory=lambda: ["cores", "memory", "mamba", "encoder", "decode", "mixers", "import"],
-        metadata={"help": "any of: cores memory mamba encoder decode mixers scans models tokens compiled import"},
+        metadata={"help": "any of: cores memory mamba encoder decode mixers scans sparse models tokens compiled import"},
     )
     mixers: list[str] = field(default_factory=fhf.list_mixers, metadata={"help": "mixers of the suites mixers, decode"})
     lengths: list[int] = field(default_factory=lambda: [2048, 8192], metadata={"help": "lengths of cores and mixers"})
@@ -322,6 +322,57 @@ def mixers(arguments: Arguments) -> dict[str, Any]:
                 results[name][f"{mode}, growth {before} to {last}"] = seconds[last][name] / seconds[before][name]
             step = train_step(make_mixer(name, mode == "causal"), torch.randn(B, last, D))
             results[name][f"{mode}, MB at {last}"] = peak_bytes(step) / 2**20
+    return results
+
+
+# name in the table: mixer, whether causal, parameters; a budget of 1024 keys where keys are selected
+SPARSE: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "longformer, window 256": ("longformer", True, {}),
+    "bigbird, window 256": ("bigbird", True, {"window_size": 256}),
+    "sparse_transformer, stride 90": ("sparse_transformer", True, {"stride": 90}),
+    "msa, 8 blocks of 128": ("msa", True, {"topk_blocks": 8}),
+    "sparda, 8 blocks of 128": ("sparda", True, {"topk_blocks": 8}),
+    "nsa, 16 blocks of 64, window 512": ("nsa", True, {}),
+    "lsa, 1024 keys": ("lsa", True, {"num_long_range": 1024}),
+    "sparsek, k 128": ("sparsek", True, {}),
+    "probsparse, encoder": ("probsparse", False, {}),
+}
+
+
+def sparse_step(name: str, T: int) -> Step:
+    """Forward and backward of a whole mixer in training, its auxiliary losses included."""
+    mixer_name, is_causal, params = SPARSE[name]
+    mixer, config = build_mixer(mixer_name, **params)
+    mixer.train()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        out, extras = mixer(x, plain_context(x, config, is_causal))
+        return torch.stack([out.sum(), *extras.aux_losses.values()])
+
+    return train_step(run, torch.randn(B, T, D))
+
+
+def sparse(arguments: Arguments) -> dict[str, Any]:
+    """Whole sparse mixers, projections and auxiliary losses included, in units of SDPA alone in the same mode."""
+    names = [name for name, (mixer, _, _) in SPARSE.items() if mixer in arguments.mixers]
+    results: dict[str, dict[str, float]] = {name: {} for name in names}
+    seconds: dict[int, dict[str, float]] = {}
+    for T in arguments.lengths:
+        steps = {name: sparse_step(name, T) for name in names}
+        for mode in (True, False):
+            steps[f"sdpa {mode}"] = train_step(
+                lambda *x, mode=mode: F.scaled_dot_product_attention(*x, is_causal=mode), heads(T), heads(T), heads(T)
+            )
+        seconds[T] = interleaved(steps, arguments.rounds)
+        for name in names:
+            results[name][f"/ sdpa at {T}"] = seconds[T][name] / seconds[T][f"sdpa {SPARSE[name][1]}"]
+    first, last = min(seconds), max(seconds)
+    for name in names:
+        results[name][f"growth {first} to {last}"] = seconds[last][name] / seconds[first][name]
+    at = min(last, 8192)  # eager attention would need 12 GB at twice that
+    eager = peak_bytes(eager_attention(at))
+    for name in names:
+        results[name][f"memory / eager attention at {at}"] = peak_bytes(sparse_step(name, at)) / eager
     return results
 
 
@@ -593,6 +644,7 @@ SUITES = {
     "decode": decode,
     "mixers": mixers,
     "scans": scans,
+    "sparse": sparse,
     "models": models,
     "tokens": tokens,
     "compiled": compiled,
