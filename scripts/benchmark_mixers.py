@@ -66,7 +66,9 @@ class Arguments:
 
     suites: list[str] = field(
         default_factory=lambda: ["cores", "memory", "mamba", "encoder", "decode", "mixers", "import"],
-        metadata={"help": "any of: cores memory mamba encoder decode mixers scans sparse models tokens compiled import"},
+        metadata={
+            "help": "any of: cores memory mamba encoder decode mixers scans sparse models tokens compiled import"
+        },
     )
     mixers: list[str] = field(default_factory=fhf.list_mixers, metadata={"help": "mixers of the suites mixers, decode"})
     lengths: list[int] = field(default_factory=lambda: [2048, 8192], metadata={"help": "lengths of cores and mixers"})

@@ -111,10 +111,15 @@ def clustered(key: Tensor, call: Call, params: Any) -> Index:
     S, C, m = key.shape[2], params.cluster_block, params.buckets_per_block
     past, now = call.offset // C, S // C
     earlier = [call.past_blocks(name, past * n) for name, n in (("centroid", m), ("bucket", C), ("rank", C))]
-    new = _cluster(key[:, :, past * C : now * C], C, m, past, params)
+    old = None
     if past and all(x is not None for x in earlier):
-        old = Index(earlier[0][:, 0].to(new.centroids.dtype), earlier[1][:, 0, :, 0], earlier[2][:, 0, :, 0])  # type: ignore[index]
-        new = Index(*(torch.cat([a, b], dim=1) for a, b in zip(old, new)))
+        centroid, bucket, rank = (x[:, 0] for x in earlier if x is not None)
+        old = Index(centroid, bucket[..., 0], rank[..., 0])
+    if old is not None and now == past and call.is_causal:
+        return old  # as in most decoding steps
+    new = _cluster(key[:, :, (past if old else 0) * C : now * C], C, m, past if old else 0, params)
+    if old is not None:
+        new = Index(*(torch.cat([a.to(b.dtype), b], dim=1) for a, b in zip(old, new)))
     call.keep_blocks("centroid", new.centroids[:, None])
     call.keep_blocks("bucket", new.bucket[:, None, :, None])
     call.keep_blocks("rank", new.rank[:, None, :, None])
