@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,29 @@ def test_a_compiled_training_step_equals_the_eager_one(pattern, backend):
         assert_near(losses[1], losses[0], rtol=1e-5)
         for (key, p), q in zip(eager.named_parameters(), compiled.parameters()):
             assert relative_rms(q.grad, p.grad) < 1e-5, key
+
+
+WHOLE = [PATTERN, *([name] for name in ("gla", "kda", "rglru"))]
+
+
+@pytest.mark.parametrize("pattern", WHOLE, ids=str)
+def test_a_training_step_is_one_graph_and_its_cores_are_operators(pattern):
+    eager, x = tiny_model(pattern).train(), tokens(2, 40)
+    graphs: list[Any] = []
+
+    def compiler(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(copy.deepcopy(eager), backend=compiler, fullgraph=True)
+    losses = [model(input_ids=x, labels=x, use_cache=False).loss for model in (eager, compiled)]
+    for loss in losses:
+        loss.backward()
+    assert_near(losses[1], losses[0], rtol=1e-5)
+    for (key, p), q in zip(eager.named_parameters(), compiled.parameters()):
+        assert relative_rms(q.grad, p.grad) < 1e-5, key
+    (graph,) = graphs
+    assert any(str(node.target).startswith("frankenstein.") for node in graph.graph.nodes)
 
 
 @pytest.mark.slow

@@ -27,6 +27,12 @@ def segments(rows: int, T: int, C: int, most: int) -> list[Segment]:
     return parts + ([Segment(whole, T, T - whole)] if whole < T else [])
 
 
+def num_segments(rows: int, T: int, C: int, most: int) -> int:
+    """How many `segments` there are; also for the symbolic sizes of a compiler."""
+    step, whole = C * torch.sym_max(1, most // (rows * C)), T - T % C
+    return (whole + step - 1) // step + (T - whole + C - 1) // C
+
+
 def chunks_of(x: Tensor, part: Segment) -> Tensor:
     """One segment of [B, H, T, …] as a view [N, B, H, C, …]."""
     return x[:, :, part.start : part.stop].unflatten(2, (-1, part.size)).movedim(2, 0)

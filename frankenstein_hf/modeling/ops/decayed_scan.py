@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .backend import use_triton
-from .chunking import Segment, add_product, load, segments, store
-from .numerics import at_least_fp32, decay_exp, flush_tiny, full_precision, untraced
+from .chunking import Segment, add_product, load, num_segments, segments, store
+from .numerics import at_least_fp32, decay_exp, flush_tiny, full_precision
+from .operators import Core, operator
 from .tracing import exporting
 
 SCALAR_FLOOR = -100.0  # a step below this forgets everything; a finite floor admits log_decay = -inf
@@ -161,15 +162,30 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, decay_axis: str, i
         raise ValueError(f"initial_state must be [B, H, K, V] = {[B, H, K, V]}; got {list(initial_state.shape)}")
 
 
-class _DecayedScan(torch.autograd.Function):
+class _DecayedScan(Core):
+    tensors = "query key value log_decay? initial_state?"
+    scalars = "str decay_axis, float scale, SymInt chunk_size"
+
+    @staticmethod
+    def outline(*args):
+        query, _, value, log_decay, _, decay_axis, _, chunk_size = args
+        (B, H, T, K), V = query.shape, value.shape[-1]
+        kind, C, most = _plan(query, log_decay, decay_axis, chunk_size)
+        dtype, shape = at_least_fp32(query).dtype, (V, K) if kind == "value" else (K, V)
+        starts = query.new_empty(num_segments(B * H, T, C, most), B * H, *shape, dtype=dtype)
+        return torch.empty_like(value, dtype=query.dtype), query.new_empty(B, H, K, V, dtype=dtype), starts
+
+    @staticmethod
+    def remember(ctx, *scalars):
+        ctx.decay_axis, ctx.scale, ctx.chunk_size = scalars
+
     @staticmethod
     @full_precision
     def forward(ctx, query, key, value, log_decay, initial_state, decay_axis, scale, chunk_size):
         B, H, T, K = query.shape
         V = value.shape[-1]
-        kind, C = _kind(log_decay, decay_axis, chunk_size)
-        tiles = TILES_PER_SEGMENT if query.device.type == "cpu" else TILES_PER_SEGMENT_GPU
-        parts = segments(B * H, T, C, tiles * C)
+        kind, C, most = _plan(query, log_decay, decay_axis, chunk_size)
+        parts = segments(B * H, T, C, most)
         core, S = CORES[kind], _first_state(query, value, initial_state, kind)
 
         output = torch.empty_like(value, dtype=query.dtype)  # value's strides: callers transpose back for free
@@ -178,28 +194,28 @@ class _DecayedScan(torch.autograd.Function):
             starts[n] = S
             o, S = core(*_load_all(query, key, value, log_decay, part, kind), S)
             store(output, part, o.mul_(scale))
-        ctx.save_for_backward(query, key, value, log_decay, starts)
+        ctx.save_for_backward(query, key, value, log_decay, initial_state, starts)
         ctx.set_materialize_grads(False)
-        ctx.parts, ctx.scale, ctx.kind = parts, scale, kind
-        ctx.state_dtype = None if initial_state is None else initial_state.dtype
+        _DecayedScan.remember(ctx, decay_axis, scale, chunk_size)
         # a copy, as autograd forbids in-place changes of an output that is a view
-        return output, (S.mT if kind == "value" else S).reshape(B, H, K, V).clone()
+        return output, (S.mT if kind == "value" else S).reshape(B, H, K, V).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     @once_differentiable
     @full_precision
     def backward(ctx, d_output, d_final_state):
-        query, key, value, log_decay, starts = ctx.saved_tensors
-        B, H, _, K = query.shape
+        query, key, value, log_decay, initial_state, starts = ctx.saved_tensors
+        B, H, T, K = query.shape
         V = value.shape[-1]
-        dtype, kind = starts.dtype, ctx.kind
+        kind, C, most = _plan(query, log_decay, ctx.decay_axis, ctx.chunk_size)
+        dtype, parts = starts.dtype, segments(B * H, T, C, most)
         d_output = torch.zeros_like(value) if d_output is None else d_output
         dS = torch.zeros_like(starts[0]) if d_final_state is None else _inner_state(d_final_state, kind)
         d_query, d_key, d_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         with_decay = ctx.needs_input_grad[3]
         d_decay = at_least_fp32(torch.zeros_like(log_decay)) if with_decay else None
 
-        for part, S in zip(reversed(ctx.parts), reversed(starts.unbind())):
+        for part, S in zip(reversed(parts), reversed(starts.unbind())):
             q, k, v, g = _load_all(query, key, value, log_decay, part, kind)
             do = ctx.scale * load(d_output, part, torch.float64 if kind == "value" else dtype)
             if kind == "scalar":
@@ -217,13 +233,20 @@ class _DecayedScan(torch.autograd.Function):
                     store(d_decay, part, dg if dg.ndim == 4 else dg.unsqueeze(-1))
         d_initial_state = None
         if ctx.needs_input_grad[4]:
-            d_initial_state = (dS.mT if kind == "value" else dS).reshape(B, H, K, V).to(ctx.state_dtype)
+            d_initial_state = (dS.mT if kind == "value" else dS).reshape(B, H, K, V).to(initial_state.dtype)
         if d_decay is not None:
             d_decay = d_decay.to(log_decay.dtype)
         return d_query, d_key, d_value, d_decay, d_initial_state, None, None, None
 
 
-_chunked = untraced(_DecayedScan.apply)
+_chunked = operator("decayed_scan", _DecayedScan)
+
+
+def _plan(query: Tensor, log_decay: Tensor | None, decay_axis: str, chunk_size: int) -> tuple[str, int, int]:
+    """Which decay ("scalar", "key" or "value"), tokens a chunk, and tokens times heads a segment."""
+    kind, C = _kind(log_decay, decay_axis, chunk_size)
+    tiles = TILES_PER_SEGMENT if query.device.type == "cpu" else TILES_PER_SEGMENT_GPU
+    return kind, C, tiles * C
 
 
 @full_precision

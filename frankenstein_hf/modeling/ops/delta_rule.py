@@ -26,8 +26,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .backend import use_triton
-from .chunking import Segment, core_dtype, load, segments, store
-from .numerics import LOG_TINY, at_least_fp32, decay_exp, flush_tiny, full_precision, untraced
+from .chunking import Segment, core_dtype, load, num_segments, segments, store
+from .numerics import LOG_TINY, at_least_fp32, decay_exp, flush_tiny, full_precision
+from .operators import Core, operator
 from .tracing import exporting, unit_lower_inverse
 
 SEGMENT_ROWS = 2048  # tokens times heads of a segment: its tensors stay in cache, its operations stay large
@@ -207,9 +208,10 @@ def _run_chunked(
         chunk_size = min(chunk_size, CPU_CHUNK)
     if initial_state is None:
         initial_state = at_least_fp32(key.new_zeros(1)).expand(B, H, K, value.shape[-1])
-    C = min(chunk_size, T)
+    C = torch.sym_min(chunk_size, T)
     chunked = _traced if exporting() else _chunked
-    output, state = chunked(query, key, value, log_decay, *rest, initial_state, scale, C, gated)
+    erase, write = (*rest, None)[:2]
+    output, state = chunked(query, key, value, log_decay, erase, write, initial_state, scale, C, gated)
     return output, state if output_final_state else None
 
 
@@ -290,7 +292,8 @@ def _scan(seg: _Segment, z: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
 @full_precision
 def _traced(*args: Any) -> tuple[Tensor, Tensor]:
     """The chunked form as operations a traced graph can hold; the number of tokens is known."""
-    *inputs, S, scale, C, gated = args
+    *given, S, scale, C, gated = args
+    inputs = [x for x in given if x is not None]
     (B, H, T, V), outputs = inputs[2].shape, []
     dtype = core_dtype(*inputs, S)
     S = S.to(dtype).flatten(0, 1)
@@ -402,11 +405,26 @@ def _gate_gradients(x: _Loaded, dk: Tensor, de: Tensor, dz: Tensor) -> tuple[Ten
     return dk.addcmul_(erase, de), dz.mul_(write), d_gates
 
 
-class _ChunkDeltaRule(torch.autograd.Function):
+class _ChunkDeltaRule(Core):
+    tensors = "query key value log_decay erase write? state"
+    scalars = "float scale, SymInt size, bool gated"
+
+    @staticmethod
+    def outline(*args: Any) -> tuple[Tensor, ...]:
+        query, key, value, *_, S, _, C, _ = args
+        (B, H, T, K), V, dtype = key.shape, value.shape[-1], core_dtype(*args[:-3])
+        starts = S.new_empty(num_segments(B * H, T, C, SEGMENT_ROWS), B * H, K, V, dtype=dtype)
+        return torch.empty_like(value, dtype=query.dtype), S.new_empty(B, H, K, V, dtype=dtype), starts
+
+    @staticmethod
+    def remember(ctx: Any, *scalars: Any) -> None:
+        ctx.scale, ctx.C, ctx.gated = scalars
+
     @staticmethod
     @full_precision
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        *inputs, S, scale, C, gated = args
+        *given, S, scale, C, gated = args
+        inputs = [x for x in given if x is not None]
         (B, H, T, K), V = inputs[1].shape, inputs[2].shape[-1]
         dtype = core_dtype(*inputs, S)
         S = S.to(dtype).reshape(B * H, K, V)
@@ -419,8 +437,8 @@ class _ChunkDeltaRule(torch.autograd.Function):
             states, u = _scan(seg, x.z, S)
             store(output, part, (seg.x_S[:, :, 0] @ states[:-1]).add_(seg.scores[:, :, 0] @ u).mul_(scale))
             S = flush_tiny(states[-1])
-        ctx.save_for_backward(*inputs, torch.stack(starts))
-        ctx.scale, ctx.C, ctx.gated = scale, C, gated
+        ctx.save_for_backward(*args[:-3], torch.stack(starts))
+        _ChunkDeltaRule.remember(ctx, scale, C, gated)
         ctx.set_materialize_grads(False)
         return output, S.view(B, H, K, V)
 
@@ -428,13 +446,14 @@ class _ChunkDeltaRule(torch.autograd.Function):
     @once_differentiable
     @full_precision
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        *inputs, starts = ctx.saved_tensors
+        *given, _, starts = ctx.saved_tensors
+        inputs = [x for x in given if x is not None]
         (B, H, T, K), V = inputs[1].shape, starts.shape[-1]
         d_output, d_final = grad_outputs
         if d_output is None:
             d_output = starts.new_zeros(1).expand(B, H, T, V)
         dS = torch.zeros_like(starts[0]) if d_final is None else d_final.to(starts.dtype).reshape(starts[0].shape)
-        grads = [torch.empty_like(x) for x in inputs]
+        grads: list[Any] = [torch.empty_like(x) for x in inputs]
         for start, part in reversed(list(zip(starts, segments(B * H, T, ctx.C, SEGMENT_ROWS)))):
             x, do = _load_segment(inputs, part, starts.dtype, ctx.gated), load(d_output, part, starts.dtype)
             seg = _prepare(x.q, x.k, x.e, x.g)
@@ -443,7 +462,9 @@ class _ChunkDeltaRule(torch.autograd.Function):
             dk, dv, d_gates = _gate_gradients(x, dk, de, dz)
             for grad, chunks in zip(grads, (dq, dk, dv, dg, *d_gates)):
                 store(grad, part, chunks)
+        if len(grads) < len(given):
+            grads.append(None)  # erasing and writing share a gate
         return *grads, dS.view(B, H, K, V), None, None, None
 
 
-_chunked = untraced(_ChunkDeltaRule.apply)
+_chunked = operator("delta_rule", _ChunkDeltaRule)

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .chunking import core_dtype
-from .numerics import decay_exp, flush_tiny, full_precision, untraced
+from .numerics import decay_exp, flush_tiny, full_precision
+from .operators import Core, operator
 
 SHORT = 16  # up to here the recurrence itself is faster
 LONGEST_CHUNK = 128
@@ -62,19 +63,28 @@ def diagonal_scan(
     return states, states[:, -1]
 
 
-class _DiagonalScan(torch.autograd.Function):
+class _DiagonalScan(Core):
+    tensors = "log_decay write state"
+    scalars = ""
+    num_outputs, num_kept = 1, 1
+
+    @staticmethod
+    def outline(*args: Any) -> tuple[Tensor, ...]:
+        w = args[1]
+        return w.new_empty(w.shape), w.new_empty(w.shape)
+
     @staticmethod
     @full_precision
     def forward(ctx: Any, g: Tensor, w: Tensor, h: Tensor) -> Tensor:
         states = _scan(g, w, h)
-        ctx.save_for_backward(g, h, states)
+        ctx.save_for_backward(g, w, h, states)
         return states
 
     @staticmethod
     @once_differentiable
     @full_precision
     def backward(ctx: Any, d_states: Tensor) -> tuple[Tensor, ...]:
-        g, h, states = ctx.saved_tensors
+        g, _, h, states = ctx.saved_tensors
         # what reaches state t: its own gradient, and what reaches t + 1 decayed by that token's decay
         later = torch.cat([g[:, 1:], torch.zeros_like(g[:, :1])], dim=1).flip(1)
         dw = _scan(later, d_states.flip(1), torch.zeros_like(h)).flip(1)
@@ -83,7 +93,7 @@ class _DiagonalScan(torch.autograd.Function):
         return kept * before, dw, kept[:, 0]
 
 
-_chunked = untraced(_DiagonalScan.apply)
+_chunked = operator("diagonal_scan", _DiagonalScan)
 
 
 def _scan(g: Tensor, w: Tensor, h: Tensor) -> Tensor:
