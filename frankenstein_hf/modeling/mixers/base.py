@@ -211,6 +211,12 @@ def zero_beyond(x: Tensor, lengths: Tensor | None) -> Tensor:
     return x.masked_fill(beyond.view(*beyond.shape, *[1] * (x.dim() - 2)), 0.0)
 
 
+def padded(x: Tensor, size: int, front: bool = True) -> Tensor:
+    """`x` [R, P, G, W] with zeros before or behind it, at least `size` long."""
+    missing = size - x.shape[1]
+    return nn.functional.pad(x, (0, 0, 0, 0, missing, 0) if front else (0, 0, 0, 0, 0, missing)) if missing > 0 else x
+
+
 def last_real(past: Tensor, new: Tensor, lengths: Tensor | None) -> Tensor:
     """The last P real entries of `past` [R, P, …] followed by `new` [R, L, …], of which `lengths` [R] are real."""
     P, L = past.shape[1], new.shape[1]

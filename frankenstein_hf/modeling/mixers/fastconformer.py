@@ -15,7 +15,7 @@ from ..extras import LayerExtras
 from ..ops.patterns import Pattern, WindowPattern
 from ..ops.scored_attention import eager_attention, scored_attention
 from ..positions import apply_rotary
-from .base import last_real, merge_heads, split_heads
+from .base import last_real, merge_heads, padded, split_heads
 from .sparse_attention import Call, PatternAttention, Streams
 
 eager_fastconformer = eager_attention  # softmax over {|i − j| ≤ w/2} ∪ {j ∈ 𝒢}, everything for i ∈ 𝒢
@@ -99,11 +99,15 @@ class FastConformerAttention(PatternAttention):
             output = context.restore([self.o_proj(merge_heads(mixed))])
             weights = context.restore_weights([weights]) if weights is not None and context.output_attentions else None
         inputs = {name: x.transpose(1, 2) for name, x in new.items() if "query" not in name}
-        layer.write(self.advance(inputs, states or {}, rows.lengths), inputs, context.keep)
+        states = self.advance(inputs, states or {}, rows.lengths)
+        if layer.num_places is not None:  # of one length throughout
+            size = min(self.params.side, layer.num_places)
+            states |= {name: padded(states[name], size)[:, -size:] for name in ("key", "value")}
+        layer.write(states, inputs, context.keep)
         return output, LayerExtras(weights)
 
     def advance(self, inputs: States, states: States, lengths: Tensor | None) -> States:
-        """The first P tokens [R, P, G, W] and the last w/2 [R, w/2, G, W] with new ones [R, L, G, W]; `seen` [R]."""
+        """First P tokens [R, P, G, W] and at most the last w/2 [R, ≤ w/2, G, W] with new ones [R, L, G, W]; `seen` [R]."""
         key = inputs["key"]
         R, L, P = *key.shape[:2], self.params.head
         seen = states["seen"] if states else torch.zeros(R, dtype=torch.long, device=key.device)
@@ -115,8 +119,8 @@ class FastConformerAttention(PatternAttention):
             index = source[:, :, None, None].expand(-1, -1, *new.shape[2:])
             kept[f"head_{name}"] = torch.cat([head, new], dim=1).gather(1, index)
             if "global" not in name:
-                ring = states.get(name, new.new_zeros(R, self.params.side, *new.shape[2:]))
-                kept[name] = last_real(ring, new, lengths)
+                ring = states.get(name, new[:, :0])
+                kept[name] = last_real(padded(ring, min(self.params.side, ring.shape[1] + L)), new, lengths)
         return kept
 
     def attend_to_past(self, new: Streams, states: States, rows: Rows) -> tuple[Tensor, Tensor | None]:
@@ -139,12 +143,13 @@ class FastConformerAttention(PatternAttention):
         self, new: Streams, states: States, lengths: Tensor | None, eager: bool
     ) -> tuple[Tensor, Tensor | None]:
         q, device, seen = new["query"], new["query"].device, states["seen"][:, None]
-        ring = seen - self.params.side + torch.arange(self.params.side, device=device)
+        size = states["key"].shape[1]  # of the ring, which is only as long as the tokens seen
+        ring = seen - size + torch.arange(size, device=device)
         i = seen + torch.arange(q.shape[2], device=device)
         head = torch.arange(self.params.head, device=device).expand(len(seen), -1)
         real_new = torch.ones_like(i, dtype=torch.bool) if lengths is None else i - seen < lengths[:, None]
         # what is still inside the ring must not count twice
-        real = torch.cat([head < seen - self.params.side, ring >= 0, real_new], dim=1)[:, None, None]
+        real = torch.cat([head < seen - size, ring >= 0, real_new], dim=1)[:, None, None]
         j, at = torch.cat([head, ring, i], dim=1)[:, None, None], i[:, None, :, None]
         visible = (at - j <= self.params.side) | self.is_global(j)
         visible = visible if self.separate else visible | self.is_global(at)

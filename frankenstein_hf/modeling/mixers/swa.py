@@ -16,7 +16,7 @@ from ..ops.max_logits import max_logits
 from ..ops.scored_attention import eager_attention, scored_attention
 from ..ops.window_attention import window_attention
 from ..positions import apply_rotary
-from .base import RowMixer, last_real, merge_heads, split_heads
+from .base import RowMixer, last_real, merge_heads, padded, split_heads
 
 
 def eager_swa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -131,12 +131,12 @@ class SlidingWindowAttention(RowMixer):
         for name, new in inputs.items():
             empty = new[:, :0]
             sinks, ring = states.get(f"sink_{name}", empty), states.get(name, empty)
-            sinks = _padded(sinks, min(self.params.num_sinks, sinks.shape[1] + L), front=False)
+            sinks = padded(sinks, min(self.params.num_sinks, sinks.shape[1] + L), front=False)
             places = torch.arange(s := sinks.shape[1], device=key.device)
             source = torch.where(places < seen[:, None], places, (s + places - seen[:, None]).clamp(0, s + L - 1))
             index = source[:, :, None, None].expand(-1, -1, *new.shape[2:])
             kept[f"sink_{name}"] = torch.cat([sinks, new], dim=1).gather(1, index)
-            kept[name] = last_real(_padded(ring, min(self.params.reach, ring.shape[1] + L)), new, lengths)
+            kept[name] = last_real(padded(ring, min(self.params.reach, ring.shape[1] + L)), new, lengths)
         return kept
 
     def sized(self, states: States, layer: MixerStateLayer) -> States:
@@ -144,8 +144,8 @@ class SlidingWindowAttention(RowMixer):
         if layer.num_places is None:
             return states
         s, size = (min(n, layer.num_places) for n in (self.params.num_sinks, self.params.reach))
-        fixed = {name: _padded(states[name], size)[:, -size:] for name in ("key", "value")}
-        fixed |= {f"sink_{name}": _padded(states[f"sink_{name}"], s, front=False)[:, :s] for name in ("key", "value")}
+        fixed = {name: padded(states[name], size)[:, -size:] for name in ("key", "value")}
+        fixed |= {f"sink_{name}": padded(states[f"sink_{name}"], s, front=False)[:, :s] for name in ("key", "value")}
         return states | fixed
 
     def attend_to_past(
@@ -191,9 +191,3 @@ class SlidingWindowAttention(RowMixer):
             for name, y in (("key", k), ("value", v))
         )
         return key, value, mask
-
-
-def _padded(x: Tensor, size: int, front: bool = True) -> Tensor:
-    """`x` [R, P, G, W] with zeros before or behind it, at least `size` long."""
-    missing = size - x.shape[1]
-    return nn.functional.pad(x, (0, 0, 0, 0, missing, 0) if front else (0, 0, 0, 0, 0, missing)) if missing > 0 else x
