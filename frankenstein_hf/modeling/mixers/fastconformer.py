@@ -107,7 +107,7 @@ class FastConformerAttention(PatternAttention):
         return output, LayerExtras(weights)
 
     def advance(self, inputs: States, states: States, lengths: Tensor | None) -> States:
-        """First P tokens [R, P, G, W] and at most the last w/2 [R, ≤ w/2, G, W] with new ones [R, L, G, W]; `seen` [R]."""
+        """First P tokens [R, P, G, W] and the last w/2 at most, with new ones [R, L, G, W]; `seen` [R]."""
         key = inputs["key"]
         R, L, P = *key.shape[:2], self.params.head
         seen = states["seen"] if states else torch.zeros(R, dtype=torch.long, device=key.device)
