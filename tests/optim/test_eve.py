@@ -11,7 +11,7 @@ from torch import nn
 import frankenstein_hf as fhf
 from frankenstein_hf.optim.exact_state import seeded_generator
 
-from .toy import batches, language_model, optimizer_of, saved, train, trainer
+from .toy import batches, language_model, optimizer_of, parity_of, saved, train, trainer
 
 
 class Derivation:
@@ -91,6 +91,7 @@ class Derivation:
         return [x.reshape(part.shape) for x, part in zip(np.split(flat, ends[:-1]), z)]
 
 
+@parity_of("eve")
 @pytest.mark.parametrize(
     ("params", "lr", "expected"),
     [

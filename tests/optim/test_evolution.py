@@ -12,7 +12,7 @@ from frankenstein_hf.optim._supply import SupplyClosure
 from frankenstein_hf.optim.exact_state import seeded_generator
 from frankenstein_hf.optim.spec import OPTIMIZERS
 
-from .toy import TWO_GROUPS, batches, language_model, optimizer_of, train, trainer
+from .toy import TWO_GROUPS, batches, language_model, optimizer_of, parity_of, train, trainer
 
 
 def derive(w, losses, lrs, decays, *, population, sigma, shaping, antithetic, nes, seed):
@@ -39,6 +39,7 @@ def derive(w, losses, lrs, decays, *, population, sigma, shaping, antithetic, ne
     return w
 
 
+@parity_of("ea4llm")
 @pytest.mark.parametrize(
     "params",
     [{}, {"shaping": "rank", "population": 7, "seed": 3}, {"antithetic": True, "nes": True, "population": 6}],

@@ -36,6 +36,11 @@ def test_muon(nesterov, adjust_lr):
     check_parity("muon", derive_muon, shapes=MATRICES, nesterov=nesterov, adjust_lr=adjust_lr)
 
 
+def test_muon_clips_steps_are_muons():
+    """What it does after them is `qk_clip`'s, which has its own tests."""
+    check_parity("muon_clip", derive_muon, shapes=MATRICES)
+
+
 def test_muon_with_other_coefficients():
     triples = (*COEFFICIENTS["polar_express"][:5],)
     check_parity(

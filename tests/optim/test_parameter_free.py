@@ -7,7 +7,7 @@ from torch import nn
 
 import frankenstein_hf as fhf
 
-from .toy import SHAPES, check_parity, optimizer_of
+from .toy import SHAPES, check_parity, optimizer_of, parity_of
 
 
 @pytest.mark.parametrize("adapt_vectors", [False, True])
@@ -34,6 +34,7 @@ def test_lamb_moves_a_parameter_that_is_zero():
     assert torch.allclose(w.weight, torch.tensor(-0.5), atol=1e-5)
 
 
+@parity_of("prodigy")
 @pytest.mark.parametrize(
     "options",
     [

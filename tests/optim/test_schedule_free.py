@@ -28,8 +28,10 @@ def streams(w, gradients, *, lr, weight_decay, betas, eps, warmup_steps, r, weig
 
 
 def test_schedule_free_adamw():
-    check_parity(NAME, lambda w, gradients, **values: streams(w, gradients, **values)[0])
-    check_parity(NAME, lambda w, gradients, **values: streams(w, gradients, **values)[0], warmup_steps=0, r=0.0)
+    check_parity("schedulefree_adamw", lambda w, g, **values: streams(w, g, **values)[0])
+    check_parity(
+        "schedulefree_adamw", lambda w, gradients, **values: streams(w, gradients, **values)[0], warmup_steps=0, r=0.0
+    )
 
 
 def test_eval_weights_are_the_weighted_mean_of_z():

@@ -201,3 +201,9 @@ def check_parity(
         for w, g, p in zip(ws, gs, ps):
             expected = derive(w.copy(), list(g), **settings | own)
             np.testing.assert_allclose(p.detach().numpy(), expected, rtol=rtol, atol=1e-9, err_msg=f"{w.shape} {own}")
+
+
+def parity_of(*names: str) -> Callable[[Any], Any]:
+    """Marks a test that derives the steps of these optimizers from the paper without `check_parity`."""
+    assert set(names) <= set(NAMES)
+    return lambda test: test
