@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..configuration.component import param
 from .base import Batch, ParamGroup, zeros
-from .matrix_method import MatrixMethod, Stack, accumulate, orthogonal, scale_of
+from .matrix_method import MatrixMethod, Stack, accumulate, bf16_products, orthogonal, scale_of
 from .spec import OptimizerParams, OptimizerSpec, below_one, floats
 
 ROWS = 8192  # of a table treated at a time
@@ -21,6 +21,7 @@ class AFMuonParams(OptimizerParams):
     lr: float = param(0.02, "η_M, learning rate of matrices; the others' are multiples of it", minimum=0.0)
     momentum: float = below_one(0.95, "μ, decay rate of the momentum")
     ns_steps: int = param(5, "Newton–Schulz steps", minimum=1, maximum=20)
+    ns_bf16: bool | None = bf16_products()
     cap: float = param(
         3.0, "c, largest entry of a table's step; 1: signs, √d and more: rows of equal size", minimum=1.0
     )
@@ -51,7 +52,10 @@ class AFMuon(MatrixMethod):
         return list(torch._foreach_lerp(batch.grads, m, group["momentum"]))
 
     def direction(self, x: Tensor, stack: Stack, group: ParamGroup) -> Tensor:
-        return orthogonal(x, group).mul_(scale_of("original", *stack.shape))
+        return orthogonal(x, group)
+
+    def scale(self, shape: tuple[int, int], group: ParamGroup) -> float:
+        return scale_of("original", *shape)
 
     def update(self, batch: Batch, group: ParamGroup) -> None:
         if group["kind"] == "matrix":

@@ -63,6 +63,7 @@ class FrankensteinOptimizer(ExactState):
 
     params_class: ClassVar[type[OptimizerParams]]
     elementwise: ClassVar[bool] = False  # `update` may see any part of a group: it is cut to fit the cache
+    shapewise: ClassVar[bool] = False  # the same, but what has one shape is better seen together
     needs_kind: ClassVar[bool] = False  # groups must say which kind of parameter they hold
 
     def __init__(self, params: Iterable[Any], **values: Any) -> None:
@@ -142,16 +143,18 @@ class FrankensteinOptimizer(ExactState):
 
     def _batches(self, group: ParamGroup, position: int, left_out: set[int]) -> Iterator[Batch]:
         """The group's parameters that have gradients, in batches of equal dtype, device and step count."""
-        alike: dict[tuple, list[tuple[Tensor, int]]] = {}
+        same: dict[tuple, list[tuple[Tensor, int]]] = {}
         for i, p in enumerate(group["params"], position):
             if p.grad is None or id(p) in left_out:
                 continue
             state = self.state_of(p, group)
             state["step"] += 1
-            alike.setdefault((p.dtype, p.device, state["step"]), []).append((p, i))
-        cut = self.elementwise or group.get("method") == "adamw"
-        for (_, device, _), members in alike.items():
-            for part in _parts(members) if cut and device.type == "cpu" else [members]:
+            same.setdefault((p.dtype, p.device, state["step"]), []).append((p, i))
+        for (_, device, _), members in same.items():
+            parts = [members]
+            if device.type == "cpu" and group.get("method") != "adamw":  # which works through tensor by tensor
+                parts = _parts(members) if self.elementwise else _parts_by_shape(members) if self.shapewise else parts
+            for part in parts:
                 yield Batch([p for p, _ in part], [self.state[p] for p, _ in part], [i for _, i in part])
 
     def state_of(self, p: Tensor, group: ParamGroup) -> dict[str, Any]:
@@ -174,6 +177,18 @@ def _parts(members: list[tuple[Tensor, int]]) -> Iterator[list[tuple[Tensor, int
         part.append((p, i))
         size += p.numel()
     yield part
+
+
+def _parts_by_shape(members: list[tuple[Tensor, int]]) -> list[list[tuple[Tensor, int]]]:
+    """Parts whose parameters have one shape: at most `CPU_CHUNK` elements, or single parameters larger than that."""
+    by_shape: dict[torch.Size, list[tuple[Tensor, int]]] = {}
+    for p, i in members:
+        by_shape.setdefault(p.shape, []).append((p, i))
+    parts = []
+    for shape, own in by_shape.items():
+        size = max(1, CPU_CHUNK // shape.numel())
+        parts += [own[start : start + size] for start in range(0, len(own), size)]
+    return parts
 
 
 def alike(p: Tensor, *others: Tensor) -> bool:

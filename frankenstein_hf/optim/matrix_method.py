@@ -10,11 +10,20 @@ from torch import Tensor
 from ..configuration.component import param
 from .base import Batch, FrankensteinOptimizer, ParamGroup, zeros
 from .matrices import as_matrices, by_shape, from_matrices, matrix_shape
-from .newton_schulz import newton_schulz, schedule
+from .newton_schulz import LARGE, newton_schulz, prefers_bf16, schedule
 from .spec import HybridParams, below_one
 
 FALLBACK = frozenset({"table", "vector"})
 ADJUST = ("original", "match_rms_adamw", "none")
+
+
+def bf16_products() -> Any:
+    """The parameter of methods whose Newton–Schulz steps may be taken in bf16."""
+    return param(
+        None,
+        "multiply in bf16, as torch.optim.Muon does; None: on accelerators, and for large matrices on a CPU that a "
+        "measurement at the first step finds faster at it (the choice is saved with the state)",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +33,7 @@ class OrthogonalParams(HybridParams):
     lr: float = param(0.02, "learning rate", minimum=0.0)
     momentum: float = below_one(0.95, "decay rate of the momentum")
     ns_steps: int = param(5, "Newton–Schulz steps", minimum=1, maximum=20)
-    ns_bf16: bool = param(
-        False, "multiply in bf16 on CPUs too, as torch.optim.Muon does: faster where they have instructions for it"
-    )
+    ns_bf16: bool | None = bf16_products()
     adamw_lr: float = param(3e-3, "learning rate of the parameters AdamW trains", minimum=0.0)
 
 
@@ -56,8 +63,9 @@ class Stack:
         self.sizes = [batch.params[i].numel() // (shape[0] * shape[1]) for i in indices]
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The stack's own among the tensors of the batch, as [S, m, n]."""
-        return torch.cat([as_matrices(tensors[i], self.layout) for i in self.indices])
+        """The stack's own among the tensors of the batch, as [S, m, n]; not to be written to."""
+        own = [as_matrices(tensors[i], self.layout) for i in self.indices]
+        return own[0] if len(own) == 1 else torch.cat(own)
 
     def split(self, stack: Tensor) -> list[Tensor]:
         """[S, m, n] back in the shapes of the parameters."""
@@ -87,6 +95,7 @@ class MatrixMethod(FrankensteinOptimizer):
     """
 
     needs_kind = True
+    shapewise = True
     decays: ClassVar[bool] = True
 
     def init_state(self, p: Tensor, g: Tensor, group: ParamGroup) -> dict[str, Any]:
@@ -106,6 +115,10 @@ class MatrixMethod(FrankensteinOptimizer):
         """What the parameters move along, [S, m, n], from their stacked signals x [S, m, n]."""
         raise NotImplementedError
 
+    def scale(self, shape: tuple[int, int], group: ParamGroup) -> float:
+        """Factor of the learning rate of matrices of this shape."""
+        return 1.0
+
     def update(self, batch: Batch, group: ParamGroup) -> None:
         if self.decays:
             batch.decay(group["lr"] * group["weight_decay"])
@@ -113,7 +126,8 @@ class MatrixMethod(FrankensteinOptimizer):
         for shape, indices in by_shape(batch.params, group["layout"]).items():
             stack = Stack(batch, indices, shape, group["layout"])
             steps = stack.split(self.direction(stack.of(signals), stack, group))
-            torch._foreach_add_([batch.params[i] for i in indices], steps, alpha=-group["lr"])
+            rate = group["lr"] * self.scale(shape, group)
+            torch._foreach_add_([batch.params[i] for i in indices], steps, alpha=-rate)
 
 
 def accumulate(batch: Batch, mu: float) -> list[Tensor]:
@@ -126,7 +140,19 @@ def accumulate(batch: Batch, mu: float) -> list[Tensor]:
 
 def orthogonal(x: Tensor, group: ParamGroup, coefficients: str = "muon") -> Tensor:
     """Newton–Schulz with the group's number of steps and precision."""
-    return newton_schulz(x, schedule(coefficients, group["ns_steps"]), bf16=group.get("ns_bf16", False))
+    return newton_schulz(x, schedule(coefficients, group["ns_steps"]), bf16=in_bf16(x, group)).to(x.dtype)
+
+
+def in_bf16(x: Tensor, group: ParamGroup) -> bool:
+    """Whether matrices x [S, m, n] are to be multiplied in bf16 on a CPU, as the group says or by `prefers_bf16`.
+
+    The result of the measurement is kept in the group, and so in its state: a resumed run does the same.
+    """
+    if group["ns_bf16"] is not None or x.device.type != "cpu":
+        return bool(group["ns_bf16"])
+    if "cpu_prefers_bf16" not in group:
+        group["cpu_prefers_bf16"] = prefers_bf16()
+    return group["cpu_prefers_bf16"] and x[0].numel() >= LARGE
 
 
 def frobenius(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..configuration.component import param
 from .base import Batch, ParamGroup
-from .matrix_method import ADJUST, FALLBACK, MatrixMethod, OrthogonalParams, Stack, scale_of
+from .matrix_method import ADJUST, FALLBACK, MatrixMethod, OrthogonalParams, Stack, in_bf16, scale_of
 from .newton_schulz import COEFFICIENTS, CUBIC, Triple, newton_schulz, schedule
 from .spec import OptimizerParams, OptimizerSpec, floats, or_adamw
 
@@ -31,8 +31,8 @@ class Muon(MatrixMethod):
         m ← μ m + (1 − μ) g;  O = NS((1 − μ) g + μ m);  W ← (1 − η λ) W − η s O
 
     s is √max(1, rows/columns), or 0.2 √max(rows, columns) to match AdamW's step (arXiv 2502.16982). The matrix
-    products are in the parameters' precision on a CPU, unless `ns_bf16` has them rounded as torch does, and in half
-    precision elsewhere. The often quoted shortcut without momentum and with the polynomial 3/2 X − 1/2 X XᵀX is
+    products are in bf16, as torch's, where the machine is faster at that, otherwise in the parameters' precision: see
+    `ns_bf16`. The often quoted shortcut without momentum and with the polynomial 3/2 X − 1/2 X XᵀX is
     momentum=0, coefficients="cubic"; it leaves small singular values small.
     """
 
@@ -44,11 +44,14 @@ class Muon(MatrixMethod):
 
     def direction(self, x: Tensor, stack: Stack, group: ParamGroup) -> Tensor:
         triples = schedule(group["coefficients"], group["ns_steps"])
-        return self.orthogonalise(x, triples, group).mul_(scale_of(group["adjust_lr"], *stack.shape))
+        return self.orthogonalise(x, triples, group)
+
+    def scale(self, shape: tuple[int, int], group: ParamGroup) -> float:
+        return scale_of(group["adjust_lr"], *shape)
 
     def orthogonalise(self, x: Tensor, triples: tuple[Triple, ...], group: ParamGroup) -> Tensor:
         """Newton–Schulz with these coefficients."""
-        return newton_schulz(x, triples, eps=group["eps"], bf16=group["ns_bf16"])
+        return newton_schulz(x, triples, eps=group["eps"], bf16=in_bf16(x, group))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +81,7 @@ class TurboMuon(Muon):
     def orthogonalise(self, x: Tensor, triples: tuple[Triple, ...], group: ParamGroup) -> Tensor:
         if group["preconditioner"] == "cubic":
             return super().orthogonalise(x, (CUBIC, *triples), group)
-        return newton_schulz(x, triples, eps=group["eps"], bf16=group["ns_bf16"], almost_orthogonal=True)
+        return newton_schulz(x, triples, eps=group["eps"], bf16=in_bf16(x, group), almost_orthogonal=True)
 
 
 SPECS = (

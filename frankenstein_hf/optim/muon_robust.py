@@ -16,6 +16,7 @@ from .matrix_method import (
     Stack,
     accumulate,
     frobenius,
+    in_bf16,
     scale_of,
     with_statistics,
 )
@@ -65,9 +66,8 @@ class Dion3(MatrixMethod):
         k = math.ceil(group["fraction"] * min(m, n))
         chosen = rows.abs().sum(-1).topk(k, sorted=False).indices.unsqueeze(-1)  # [S, k, 1]
         wide = chosen.expand(-1, -1, rows.shape[-1])
-        o = newton_schulz(
-            rows.gather(1, wide), schedule(group["coefficients"], group["ns_steps"]), bf16=group["ns_bf16"]
-        )
+        taken, triples = rows.gather(1, wide), schedule(group["coefficients"], group["ns_steps"])
+        o = newton_schulz(taken, triples, bf16=in_bf16(taken, group)).to(x.dtype)
         if group["normuon"]:
             o = self._even_rows(o, chosen, stack, group)
         step = torch.zeros_like(rows).scatter_(1, wide, o.mul_(scale_of(group["adjust_lr"], m, n)))
@@ -132,9 +132,10 @@ class Root(MatrixMethod):
             bound = quantile(x.abs().flatten(1), group["percentile"])[:, None, None]
             x = torch.minimum(torch.maximum(x, -bound), bound)
         triple = BY_SHAPE.get((max(m, n), min(m, n)), MUON) if group["ada_newton"] else MUON
-        return newton_schulz(x, (triple,) * group["ns_steps"], bf16=group["ns_bf16"]).mul_(
-            scale_of(group["adjust_lr"], m, n)
-        )
+        return newton_schulz(x, (triple,) * group["ns_steps"], bf16=in_bf16(x, group))
+
+    def scale(self, shape: tuple[int, int], group: ParamGroup) -> float:
+        return scale_of(group["adjust_lr"], *shape)
 
 
 def quantile(x: Tensor, p: float) -> Tensor:

@@ -8,7 +8,15 @@ from torch import Tensor
 
 from ..configuration.component import param
 from .base import Batch, ParamGroup
-from .matrix_method import FALLBACK, MatrixMethod, Stack, frobenius, orthogonal, with_statistics
+from .matrix_method import (
+    FALLBACK,
+    MatrixMethod,
+    Stack,
+    bf16_products,
+    frobenius,
+    orthogonal,
+    with_statistics,
+)
 from .spec import HybridParams, OptimizerParams, OptimizerSpec, below_one, or_adamw
 
 
@@ -20,6 +28,7 @@ class NamoParams(HybridParams):
     betas: tuple[float, float] = below_one((0.95, 0.99), "μ₁ of the momentum and μ₂ of the squared norm")
     eps: float = param(1e-8, "ε, added to the root of the squared norm", minimum=0.0)
     ns_steps: int = param(5, "Newton–Schulz steps", minimum=1, maximum=20)
+    ns_bf16: bool | None = bf16_products()
     adamw_lr: float = param(3e-3, "learning rate of the parameters AdamW trains", minimum=0.0)
 
 

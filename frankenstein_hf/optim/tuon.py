@@ -40,6 +40,7 @@ class Tuon(MatrixMethod):
     """
 
     params_class = TuonParams
+    shapewise = False  # a stack needs all of its matrices
 
     def direction(self, x: Tensor, stack: Stack, group: ParamGroup) -> Tensor:
         m, n = stack.shape
