@@ -165,7 +165,8 @@ SPECS = (
     OptimizerSpec(
         name="ea4llm",
         family="evolution",
-        summary="An evolution strategy: forward passes of perturbed models, no gradients, no state.",
+        summary="An evolution strategy: forward passes of perturbed models, no gradients, no state. Learns very "
+        "slowly: a few hundred steps barely move the loss of even a small model.",
         reference="EA4LLM: A Gradient-Free Approach to Large Language Model Optimization via Evolutionary Algorithms, "
         "arXiv 2510.10603",
         params=EA4LLMParams,

@@ -77,27 +77,6 @@ def test_tied_parameters_are_updated_once(name):
 
 
 @every
-def test_bf16_parameters_have_fp32_states_and_resume_exactly(name):
-    def run(model, optimizer, data):
-        return train(name, model, optimizer, data)
-
-    data = batches(6)
-    model = language_model().to(torch.bfloat16)
-    optimizer = optimizer_of(name, model)
-    run(model, optimizer, data[:3])
-    for state in optimizer.state.values():
-        assert all(v.dtype != torch.bfloat16 for v in state.values() if isinstance(v, torch.Tensor))
-    twin = copy.deepcopy(model)
-    other = optimizer_of(name, twin)
-    other.load_state_dict(saved(optimizer))
-    run(model, optimizer, data[3:])
-    run(twin, other, data[3:])
-    for (key, p), q in zip(model.named_parameters(), twin.named_parameters()):
-        assert p.dtype == torch.bfloat16 and p.isfinite().all() and torch.equal(p, q[1]), key
-    assert_equal_states(other.state_dict(), optimizer.state_dict())
-
-
-@every
 @pytest.mark.parametrize("shape", [(3, 4, 5), (4, 2, 2, 3), (6, 1), (1,), ()])
 def test_any_shape_and_a_single_parameter(name, shape):
     torch.manual_seed(0)

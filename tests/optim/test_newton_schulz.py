@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from frankenstein_hf.optim import matrix_method
+from frankenstein_hf.optim.muon import Muon
 from frankenstein_hf.optim.newton_schulz import COEFFICIENTS, newton_schulz, schedule
 
 from .orthogonal import polynomial
@@ -85,7 +87,7 @@ def test_bf16_products_on_a_cpu_are_near_the_exact_ones_and_only_where_asked(nam
     exact = newton_schulz(x.double(), triples, almost_orthogonal=start).float()
     near = newton_schulz(x, triples, almost_orthogonal=start)
     rounded = newton_schulz(x, triples, almost_orthogonal=start, bf16=True)
-    assert rounded.dtype == torch.float32
+    assert rounded.dtype == torch.bfloat16
     assert (near - exact).norm() < 1e-4 * exact.norm()
     assert 1e-3 * exact.norm() < (rounded - exact).norm() < 0.05 * exact.norm()
 
@@ -98,6 +100,25 @@ def test_bf16_products_are_those_of_torchs_muon(shape):
     torch.optim.Muon([w], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
     ours = newton_schulz(x[None], schedule("muon", 5), bf16=True)[0]
     assert (ours + w).norm() < 5e-3 * ours.norm()  # rounding of bf16 alone is ten times that
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_precision_is_measured_once_chosen_by_size_and_kept_in_the_state(fast, monkeypatch):
+    calls, (small, large) = [], (torch.nn.Parameter(torch.zeros(size, size)) for size in (32, 96))
+    monkeypatch.setattr(matrix_method, "prefers_bf16", lambda: calls.append(1) or fast)
+    optimizer = Muon([{"params": [small, large], "kind": "matrix", "layout": "stack"}], lr=1.0)
+    torch.manual_seed(0)
+    for _ in range(2):
+        for p in (small, large):
+            p.data.zero_()
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    assert len(calls) == 1 and optimizer.state_dict()["param_groups"][0]["cpu_prefers_bf16"] is fast
+    assert torch.equal(large, large.bfloat16().float()) is fast and not torch.equal(small, small.bfloat16().float())
+    resumed = Muon([{"params": [small, large], "kind": "matrix", "layout": "stack"}], lr=1.0)
+    resumed.load_state_dict(optimizer.state_dict())
+    resumed.step()
+    assert len(calls) == 1
 
 
 def test_bf16_products_do_not_blow_up_ill_conditioned_matrices():

@@ -220,6 +220,8 @@ def test_bf16_training_resumes_exactly_however_it_rounds(name, how):
     for p in whole:
         remainder = optimizer.state[p].get("remainder")
         assert (remainder is not None) == (how == "compensated")
+        others = [value for key, value in optimizer.state[p].items() if key != "remainder"]
+        assert all(value.dtype != torch.bfloat16 for value in others if isinstance(value, torch.Tensor))
 
 
 # ---------------------------------------------------------------------- odd parameters
