@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .auto import register
-from .configuration.configuration_frankenstein import FRANKENSTEIN_VERSION as __version__
+from .configuration.stack import FRANKENSTEIN_VERSION as __version__
 
 if TYPE_CHECKING:
     from .cache_sizes import cache_report

@@ -18,7 +18,7 @@ LIBRARIES = {  # where the classes that ours extend are defined
     "SentenceTransformerTrainingArguments": ("sentence_transformers", "sentence_transformer/training_args.py"),
     "BaseTrainingArguments": ("sentence_transformers", "base/training_args.py"),
 }
-CONFIG = ("configuration/configuration_frankenstein.py", "FrankensteinConfig")
+CONFIG = "FrankensteinConfig"
 HELP = ("help", "help_all")
 
 
@@ -53,7 +53,7 @@ def problem_with(argv: Sequence[str], program: str, *classes: str) -> str | None
 
 def unknown(argument: str, name: str, names: set[str], sources: "Sources") -> str:
     """What to say about a flag that none knows."""
-    if "config_overrides" in names and name in sources.fields(CONFIG[1]):
+    if "config_overrides" in names and name in sources.fields(CONFIG):
         return f"{argument} is a key of a new model's config: --config_overrides {name}=…,other_key=…"
     close = difflib.get_close_matches(name, sorted(names), n=1)
     return f"Unknown argument {argument!a}" + (f"; did you mean --{close[0]}?" if close else "; --help lists all.")
@@ -93,7 +93,7 @@ class Sources:
 
     def __init__(self, program: Path) -> None:
         package = _package("frankenstein_hf")
-        files = [program, *sorted((package / "training").glob("*.py")), package / CONFIG[0]]
+        files = [program, *sorted((package / "training").glob("*.py")), *(package / "configuration").glob("*.py")]
         self._classes = {node.name: node for file in files for node in _classes(file)}
 
     def fields(self, name: str) -> list[str]:

@@ -181,7 +181,7 @@ def check_sizes(config: Any, intermediate_sizes: Iterable[int]) -> None:
     width, depth = config.hidden_size, config.num_hidden_layers
     heads = config.num_attention_heads * config.head_dim
     mlp = max(intermediate_sizes)
-    weights = config.vocab_size * width + depth * width * (4 * heads + 3 * mlp)
+    weights = getattr(config, "vocab_size", 0) * width + depth * width * (4 * heads + 3 * mlp)
     if weights > MOST_WEIGHTS:
         raise ValueError(
             f"No machine holds this model: vocab_size={config.vocab_size}, hidden_size={width}, num_hidden_layers="

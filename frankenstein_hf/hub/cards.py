@@ -25,8 +25,8 @@ from huggingface_hub.utils import validate_repo_id, yaml_dump
 from torch import nn
 
 from ..cache_sizes import layer_caches
-from ..configuration.configuration_frankenstein import FRANKENSTEIN_VERSION
 from ..configuration.registries import MIXERS
+from ..configuration.stack import FRANKENSTEIN_VERSION
 from ..modeling.hub_bundle import HEADS, read_card
 from ..modeling.implementations import is_third_party
 from .foreign import Markdown, code, environment, markdown

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin, DynamicLayer
 
-from ..configuration.configuration_frankenstein import KV_LAYER_TYPE, STATE_LAYER_TYPE
+from ..configuration.stack import KV_LAYER_TYPE, STATE_LAYER_TYPE
 
 States = dict[str, Tensor]
 TAIL = "tail."  # begins the names of a tail's tensors among those of its layer

@@ -10,13 +10,9 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from ..configuration.component import did_you_mean
-from ..configuration.configuration_frankenstein import (
-    FRANKENSTEIN_VERSION,
-    FrankensteinConfig,
-    is_newer,
-    newer_note,
-)
+from ..configuration.configuration_frankenstein import FrankensteinConfig
 from ..configuration.registries import MIXERS
+from ..configuration.stack import FRANKENSTEIN_VERSION, is_newer, newer_note
 from ..configuration.validation import check_special_tokens
 from .arguments import looked_up
 from .hub_bundle import auto_map, changed_since, read_card, render_card, write_bundle

@@ -19,7 +19,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, Trainer, TrainerState, set_seed
 
-from ..configuration.configuration_frankenstein import FRANKENSTEIN_VERSION, FrankensteinConfig
+from ..configuration.configuration_frankenstein import FrankensteinConfig
+from ..configuration.stack import FRANKENSTEIN_VERSION
 from ..data.atomic import write_json
 from ..data.tokenization import Objective, train_tokenizer
 from ..hub.cards import is_hub_name, render

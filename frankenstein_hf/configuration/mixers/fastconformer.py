@@ -21,9 +21,9 @@ class FastConformerParams(Params):
         return self.window_size // 2
 
     @property
-    def positions(self) -> tuple[int, ...]:
+    def positions(self) -> range:
         """𝒢, the positions of the global tokens."""
-        return tuple(range(0, self.global_tokens * self.global_tokens_spacing, self.global_tokens_spacing))
+        return range(0, self.global_tokens * self.global_tokens_spacing, self.global_tokens_spacing)
 
     @property
     def head(self) -> int:
