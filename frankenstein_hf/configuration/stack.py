@@ -30,12 +30,12 @@ from .values import setting, shown
 
 logger = logging.get_logger(__name__)
 
-FRANKENSTEIN_VERSION = "0.1.0"
+FRANKENSTEIN_VERSION = "0.2.0"
 MOST_LAYERS = 10_000  # at work, rounds of looped depth counted
 DEFAULT_PATTERN = ("gated_deltanet", "swa", "gated_deltanet", "standard")
 
 # Cache layers are looked up by these names; the version keeps bundles of different ages apart in one process.
-STATE_LAYER_TYPE = "frankenstein_state_1"
+STATE_LAYER_TYPE = "frankenstein_state_2"
 KV_LAYER_TYPE = "frankenstein_kv_1"
 
 # What `per_layer_config` may change for one layer.

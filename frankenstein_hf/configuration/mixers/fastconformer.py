@@ -11,7 +11,7 @@ class FastConformerParams(Params):
     """Parameters of `fastconformer`."""
 
     window_size: int = param(256, "tokens of the window: half to either side of a query", minimum=2)
-    global_tokens: int = param(1, "leading tokens that see, and are seen by, all", minimum=0)
+    global_tokens: int = param(1, "leading tokens that see, and are seen by, all", minimum=0, maximum=2**16)
     global_tokens_spacing: int = param(1, "steps from one of them to the next", minimum=1)
     global_attn_separate: bool = param(False, "compute what global tokens see and show with projections of their own")
 
@@ -21,9 +21,9 @@ class FastConformerParams(Params):
         return self.window_size // 2
 
     @property
-    def positions(self) -> range:
+    def positions(self) -> tuple[int, ...]:
         """𝒢, the positions of the global tokens."""
-        return range(0, self.global_tokens * self.global_tokens_spacing, self.global_tokens_spacing)
+        return tuple(range(0, self.global_tokens * self.global_tokens_spacing, self.global_tokens_spacing))
 
     @property
     def head(self) -> int:
