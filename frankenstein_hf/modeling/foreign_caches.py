@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.cache_utils import Cache, QuantizedCache
 
-from ..configuration.configuration_frankenstein import KV_LAYER_TYPE
+from ..configuration.stack import KV_LAYER_TYPE
 from .cache import MixerKVLayer
 from .context import Past
 
