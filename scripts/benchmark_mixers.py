@@ -45,8 +45,12 @@ from frankenstein_hf.data.atomic import write_json, write_text
 from frankenstein_hf.modeling.context import Batch, make_context
 from frankenstein_hf.modeling.implementations import implementation
 from frankenstein_hf.modeling.mixers.base import Run
+from frankenstein_hf.modeling.ops.continuum_attention import continuum_attention
 from frankenstein_hf.modeling.ops.decayed_scan import decayed_scan
 from frankenstein_hf.modeling.ops.delta_rule import delta_rule
+from frankenstein_hf.modeling.ops.first_passage_attention import first_passage_attention
+from frankenstein_hf.modeling.ops.forgetting_attention import forgetting_attention
+from frankenstein_hf.modeling.ops.sigmoid_attention import sigmoid_attention
 from frankenstein_hf.modeling.ops.window_attention import window_attention
 from frankenstein_hf.modeling.positions import RotaryEmbedding
 
@@ -67,7 +71,7 @@ class Arguments:
     suites: list[str] = field(
         default_factory=lambda: ["cores", "memory", "mamba", "encoder", "decode", "mixers", "import"],
         metadata={
-            "help": "any of: cores memory mamba encoder decode mixers scans sparse models tokens compiled import"
+            "help": "any of: cores quadratic memory mamba encoder decode mixers scans sparse models tokens compiled import"
         },
     )
     mixers: list[str] = field(default_factory=fhf.list_mixers, metadata={"help": "mixers of the suites mixers, decode"})
@@ -189,6 +193,42 @@ def cores(arguments: Arguments) -> dict[str, Any]:
                 else None
             )
             results[f"{name}, gate {gate}"] = row
+    return results
+
+
+def quadratic_cases(T: int) -> dict[str, Step]:
+    """The cores of attention that is quadratic in T beside causal SDPA, forgetting little and much."""
+    q, k, v, own = heads(T), heads(T), heads(T), torch.arange(T)[None]
+    level = -(own + 1.0).log()[:, None].expand(B, H, T)
+    walk = torch.randn(B, H, T).double().cumsum(-1)
+    field, levels = (walk + torch.randn(B, H, T) for _ in range(2))
+
+    def fox(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_f: torch.Tensor) -> torch.Tensor:
+        return forgetting_attention(q, k, v, log_f.double().cumsum(-1), own, own)[0]
+
+    cases = {
+        "standard (causal sdpa)": train_step(lambda *x: F.scaled_dot_product_attention(*x, is_causal=True), q, k, v)
+    }
+    for gate in (-0.001, -0.05, -2.0):
+        cases[f"fox, gate {gate}"] = train_step(fox, q, k, v, gate * torch.rand(B, H, T).add(0.5))
+    cases["sigmoid"] = train_step(lambda *x: sigmoid_attention(*x, own), q, k, v, level)
+    cases["ca"] = train_step(lambda *x: continuum_attention(*x, own), q, k, v)
+    cases["fpa"] = train_step(lambda *x: first_passage_attention(*x)[0], q, k, v, field, levels, torch.ones(H))
+    return cases
+
+
+def quadratic(arguments: Arguments) -> dict[str, Any]:
+    """Time in units of causal SDPA, and peak memory in units of eager attention at the greatest length."""
+    results: dict[str, dict[str, float]] = {}
+    last = max(arguments.lengths)
+    eager = peak_bytes(eager_attention(last))
+    for T in arguments.lengths:
+        cases = quadratic_cases(T)
+        seconds = interleaved(cases, arguments.rounds)
+        for name, step in cases.items():
+            results.setdefault(name, {})[f"/ sdpa at {T}"] = seconds[name] / seconds["standard (causal sdpa)"]
+            if last == T:
+                results[name]["/ eager attention's memory"] = peak_bytes(step) / eager
     return results
 
 
@@ -641,6 +681,7 @@ def import_time(arguments: Arguments) -> dict[str, Any]:
 SUITES = {
     "cores": cores,
     "memory": memory,
+    "quadratic": quadratic,
     "mamba": mamba,
     "encoder": encoder,
     "decode": decode,
