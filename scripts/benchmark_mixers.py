@@ -71,7 +71,8 @@ class Arguments:
     suites: list[str] = field(
         default_factory=lambda: ["cores", "memory", "mamba", "encoder", "decode", "mixers", "import"],
         metadata={
-            "help": "any of: cores quadratic memory mamba encoder decode mixers scans sparse models tokens compiled import"
+            "help": "any of: cores quadratic memory mamba encoder decode mixers scans sparse models tokens compiled "
+            "import"
         },
     )
     mixers: list[str] = field(default_factory=fhf.list_mixers, metadata={"help": "mixers of the suites mixers, decode"})
