@@ -14,7 +14,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from ..configuration.registries import MIXERS
 from .arguments import KERNEL_KEYS, check_keywords, for_stack, looked_up
 from .cache import whole_call
-from .context import Batch, make_context, packed_starts
+from .context import Batch, Past, make_context, packed_starts
 from .foreign_caches import PagedLayers, check_dense, is_paged, paged_mask, paged_view, quantized_cache
 from .pretrained import FrankensteinPreTrainedModel
 from .stack import StackModel, StackOutput
@@ -102,10 +102,13 @@ class FrankensteinModel(StackModel):
         self.check_backend(device, bool(output_attentions))
         if output_max_logits and cache is not None:
             raise ValueError("output_max_logits looks at whole sequences: leave out the cache.")
+        past: Past | None
         cache, use_cache = self.wants_cache(cache, use_cache)
         if paged := is_paged(cache):
             attention_mask, past = paged_mask(attention_mask, shape[1])
-            cache = PagedLayers(cache, {**kwargs, "cu_seq_lens_q": cu_seq_lens_q}, len(self.layers))
+            cache = PagedLayers(  # type: ignore[assignment]
+                cache, {**kwargs, "cu_seq_lens_q": cu_seq_lens_q}, len(self.layers)
+            )
             seq_idx = cu_seq_lens_q = None  # the mask says it
         else:
             past = self.prepare_cache(cache)
@@ -183,7 +186,7 @@ class FrankensteinForCausalLM(FrankensteinPreTrainedModel, GenerationMixin):
             check_dense(self.model, "A quantized cache")
             model_kwargs["cache"] = quantized_cache(self.config, generation_config.cache_config)
             return None
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' method, which `generate_batch` and serving go through; for patterns of dense mixers.
