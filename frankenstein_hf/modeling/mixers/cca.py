@@ -125,7 +125,10 @@ class CompressedConvolutionalAttention(CompressedAttention):
         if "value" in back:
             value = torch.cat([value, back["value"].unflatten(-1, (G, -1))], dim=-1)
         query, key = self.scored(heads, context).split([H, G], dim=1)
-        return query, {"key": key, "value": value.transpose(1, 2)}
+        kept = {"key": key, "value": value.transpose(1, 2)}
+        if layer is not None:  # a view of both would keep the queries in the cache
+            kept = {name: heads.contiguous() for name, heads in kept.items()}
+        return query, kept
 
     def scored(self, heads: Tensor, context: SequenceContext) -> Tensor:
         """Heads [B, T, H + G, W] at length √W, those of keys times their temperature, rotated: [B, H + G, T, W]."""

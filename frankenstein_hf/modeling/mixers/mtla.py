@@ -16,6 +16,7 @@ from ..extras import LayerExtras
 from ..ops.numerics import at_least_fp32
 from ..ops.scored_attention import eager_attention, scored_attention
 from ..ops.slot_attention import explicit_slot_attention, slot_attention
+from ..ops.tracing import exporting
 from ..positions import apply_rotary
 from .base import RowMixer, merge_heads, split_heads, zero_beyond
 
@@ -51,6 +52,10 @@ class TemporalLatentAttention(RowMixer):
 
     def advance(self, inputs: States, states: States, lengths: Tensor | None) -> States:
         """Slots [R, N, r] after new weighted latents [R, L, r]; `seen` [R] counts tokens."""
+        if exporting():
+            raise ValueError(
+                "the number of its slots depends on how many tokens are real, which a graph cannot look at."
+            )
         new, s, m = zero_beyond(inputs["latent"], lengths), self.params.stride, self.params.merge_factor
         R, L, _ = new.shape
         slots = states.get("slots", new.new_zeros(R, 0, new.shape[2]))
