@@ -1,5 +1,6 @@
 """Optimizers by name: looking them up, building them for a model, handing them to transformers' `Trainer`."""
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -124,7 +125,7 @@ def _check_stabilizers(
         if name in asked:
             raise ValueError(f"{spec.name!r} has {name!r} built in; give its parameters as the optimizer's own.")
         cls = STABILIZERS.get(name).params
-        checked[name] = cls(**{key: getattr(settings, key) for key in cls.types()})
+        checked[name] = cls(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(cls)})
     return checked | {name: STABILIZERS.get(name).params.from_dict(own, name) for name, own in asked.items()}
 
 
