@@ -212,8 +212,14 @@ def _handed_over(trainer: Any, model: nn.Module, kwargs: dict[str, Any]) -> dict
 def _refuse_untrained(trainer: Any, optimizer: Any) -> None:
     """Raise at the first step if something the Trainer has beside its model gets gradients, but nobody trains it."""
 
+    if getattr(optimizer, "_checked_for", None) is trainer:  # created before, and asked for again
+        return
+    optimizer._checked_for, first = trainer, ["step"]
+
     def check(*_: Any) -> None:
-        handle.remove()
+        if not first:
+            return
+        first.clear()
         others = [value for value in vars(trainer).values() if isinstance(value, torch.optim.Optimizer)]
         trained = {id(p) for one in (optimizer, *others) for group in one.param_groups for p in group["params"]}
         trained |= {id(p) for p in trainer.model.parameters()}
@@ -230,7 +236,7 @@ def _refuse_untrained(trainer: Any, optimizer: Any) -> None:
                 "optimizer.add_param_group after super().create_optimizer(), or freeze them with requires_grad_(False)."
             )
 
-    handle = optimizer.register_step_pre_hook(check)
+    optimizer.register_step_pre_hook(check)
 
 
 def _parameters_of(trainer: Any) -> Iterator[tuple[str, nn.Parameter]]:
