@@ -184,6 +184,7 @@ def _inside(number: float, limits: Mapping[str, Any], largest: float) -> bool:
     # written so that a NaN fails too
     inside = (low is None or number >= low) and (high is None or number <= high)
     inside = inside and (above is None or number > above) and (below is None or number < below)
+    largest = min(largest, 2**62) if isinstance(number, int) else largest  # torch takes no longer whole numbers
     return inside and (abs(number) <= largest or (number == math.inf and high == math.inf))
 
 
