@@ -47,8 +47,16 @@ class MixerProjections:
                 )
                 with torch.device("meta"):
                     mixer = implementation(spec)(config, 0)
-                names |= {f"mixer.{name}" for name, module in mixer.named_modules() if isinstance(module, nn.Linear)}
+                for name, module in mixer.named_modules():
+                    if isinstance(module, nn.Linear):
+                        names |= {f"mixer.{every}" for every in _numbered(name)}
         return iter(sorted(names))
+
+
+def _numbered(name: str) -> list[str]:
+    """A projection's name; of one in a list, as in "kv_b_projs.3", the names of all that the list may have."""
+    stem, _, number = name.rpartition(".")
+    return [f"{stem}.{i}" for i in range(64)] if number.isdigit() else [name]
 
 
 def connect_peft() -> None:
