@@ -38,7 +38,7 @@ from frankenstein_hf.configuration.registries import MIXERS
 FAULTS = ("ignored", "foreign", "late", "slow")
 REMOVED = "removed"
 PACKAGE = str(Path(fhf.__file__).parent)
-SECONDS = 4
+SECONDS, MEMORY = 4, 8 << 30
 
 NUMBERS = [0, -1, 1, 2, 3, 7, 1.5, -0.5, 0.0, 1.0, 1e-12, 1e30, 10**6, 2**31, 10**9, 10**12, 10**30, -(10**9)]
 ODD = [float("nan"), float("inf"), -float("inf"), True, False, None, "", "64", "x", "GLA", "true", b"x", "\n", "é" * 40]
@@ -204,6 +204,8 @@ def _ring(*_: Any) -> None:
 
 def fate(values: dict[str, Any], key: str, value: Any, run: bool = True) -> tuple[str, str]:
     """The fate of a case, and the error or what shows the fault."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, limits[1]))  # a case must not take the machine down
     signal.signal(signal.SIGPROF, _ring)
     signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of processor time
     try:
@@ -212,6 +214,7 @@ def fate(values: dict[str, Any], key: str, value: Any, run: bool = True) -> tupl
         return "slow", ""
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def _fate(values: dict[str, Any], key: str, value: Any, run: bool) -> tuple[str, str]:
@@ -305,7 +308,6 @@ def _run(config: Any) -> None:
 
 def main(number: int, seed: int) -> None:
     """Half of the cases anywhere, half on the mixers' parameters."""
-    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
     warnings.simplefilter("ignore")
     logging.set_verbosity(logging.CRITICAL)
     counts: collections.Counter = collections.Counter()

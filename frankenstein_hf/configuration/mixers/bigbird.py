@@ -11,7 +11,7 @@ class BigBirdParams(Params):
     """Parameters of `bigbird`."""
 
     block_size: int = param(16, "tokens of a block", minimum=1)
-    num_random: int = param(3, "random blocks a block of queries sees", minimum=0)
+    num_random: int = param(3, "random blocks a block of queries sees", minimum=0, maximum=4096)
     num_global: int = param(2, "blocks at the start that see, and are seen by, all", minimum=0)
     window_size: int = param(128, "tokens of the window: half to either side of a query", minimum=1)
     seed: int = param(0, "what the random blocks are drawn from, together with layer and query block", minimum=0)

@@ -10,7 +10,7 @@ from ..component import MixerSpec, Params, param
 class EngramParams(Params):
     """Parameters of `engram`."""
 
-    max_ngram_size: int = param(3, "longest n-gram; the shortest is of two tokens", minimum=2)
+    max_ngram_size: int = param(3, "longest n-gram; the shortest is of two tokens", minimum=2, maximum=64)
     n_heads_per_ngram: int = param(4, "tables, each with a hash of its own, for every length of n-gram", minimum=1)
     embed_dim_per_head: int = param(32, "width of a table's entries", minimum=1)
     table_size: int | None = param(

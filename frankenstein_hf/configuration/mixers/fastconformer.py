@@ -12,7 +12,7 @@ class FastConformerParams(Params):
 
     window_size: int = param(256, "tokens of the window: half to either side of a query", minimum=2)
     global_tokens: int = param(1, "leading tokens that see, and are seen by, all", minimum=0, maximum=2**16)
-    global_tokens_spacing: int = param(1, "steps from one of them to the next", minimum=1)
+    global_tokens_spacing: int = param(1, "steps from one of them to the next", minimum=1, maximum=4096)
     global_attn_separate: bool = param(False, "compute what global tokens see and show with projections of their own")
 
     @property
