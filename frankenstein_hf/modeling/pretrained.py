@@ -232,12 +232,13 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
         for module in self.modules():
             if not hasattr(module, "vocabulary_params"):
                 continue
-            name, pinned = self.config.mixer_spec_for(module.layer_idx).name, module.vocabulary_params()
-            params = self.config.mixer_params
+            mixer: Any = module
+            name, pinned = self.config.mixer_spec_for(mixer.layer_idx).name, mixer.vocabulary_params()
+            params = self.config.mixer_params or {}
             self.config.mixer_params = {**params, name: {**params.get(name, {}), **pinned}}
             for key, value in pinned.items():
-                if getattr(self.config.params_for(module.layer_idx), key) != value:
+                if getattr(self.config.params_for(mixer.layer_idx), key) != value:
                     raise ValueError(
-                        f"{key} of {name!r} in layer {module.layer_idx} follows the vocabulary, and the vocabulary has "
+                        f"{key} of {name!r} in layer {mixer.layer_idx} follows the vocabulary, and the vocabulary has "
                         f"changed. Write {key}={value} into its per_layer_config before resizing."
                     )

@@ -151,7 +151,7 @@ class FrankensteinOptimizer(ExactState):
             state["step"] += 1
             same.setdefault((p.dtype, p.device, state["step"]), []).append((p, i))
         for (_, device, _), members in same.items():
-            parts = [members]
+            parts: Iterable[list[tuple[Tensor, int]]] = [members]
             if device.type == "cpu" and group.get("method") != "adamw":  # which works through tensor by tensor
                 parts = _parts(members) if self.elementwise else _parts_by_shape(members) if self.shapewise else parts
             for part in parts:

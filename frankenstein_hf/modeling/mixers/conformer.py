@@ -174,6 +174,9 @@ class ChannelNorm(nn.Module):
         num_groups: Groups of "group".
     """
 
+    running_mean: Tensor
+    running_var: Tensor
+
     def __init__(self, channels: int, eps: float, kind: str, num_groups: int) -> None:
         super().__init__()
         self.eps, self.kind, self.num_groups = eps, kind, num_groups

@@ -38,7 +38,8 @@ def eager_engram(
     ṽ = α.sigmoid() * v
     x, (L, K) = norms[2](ṽ), (h.shape[1], w.shape[1])
     x = F.pad(x, (0, 0, δ * (K - 1), ahead))
-    return ṽ + F.silu(sum(w[:, i] * x[:, ahead + δ * i : ahead + δ * i + L] for i in range(K)))
+    taps = [w[:, i] * x[:, ahead + δ * i : ahead + δ * i + L] for i in range(K)]
+    return ṽ + F.silu(sum(taps[1:], taps[0]))
 
 
 class EngramMixer(RowMixer):

@@ -112,6 +112,9 @@ class MultiTokenAttention(RowAttention):
     training. Decoding keeps the last queries beside all keys and values. An encoder masks nothing.
     """
 
+    pre_weight: nn.Parameter | None
+    post_weight: nn.Parameter | None
+
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         p, H = self.params, self.num_heads

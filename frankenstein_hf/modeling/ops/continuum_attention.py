@@ -130,6 +130,7 @@ def _segments(s: Tensor, j: slice, place: Tensor | None, last: Tensor | None) ->
         own = e[..., 0] * 0.5
         weights[..., 0] += own if last is None else own * (last[..., 0] >= 0)
     if place is not None:
+        assert last is not None
         weights[..., before:].addcmul_(e[..., before:], (place[before:] == last).to(e.dtype), value=0.5)
     return weights, X
 

@@ -116,7 +116,7 @@ class _FirstPassage(Bias):
         self.dψ[n, :, j] -= open_.sum(-2)
         self.dβ[n] += (open_ * self.tile).sum((-1, -2))
         if j.stop <= i.start:
-            x, y, dx, dy = self.share
+            x, y, dx, dy = self.share  # type: ignore[misc]  # made above
             part = (x[..., j].to(grad.dtype)[:, :, None] - y.to(grad.dtype)[..., None]).sigmoid_().mul_(open_)
             dx[..., j] += part.sum(-2)
             dy += open_.sub_(part).sum(-1)
