@@ -11,7 +11,9 @@ from .auto import register
 from .configuration.stack import FRANKENSTEIN_VERSION as __version__
 
 if TYPE_CHECKING:
+    from .attention_interface import attention_implementation
     from .cache_sizes import cache_report
+    from .calibration import calibrate_fasa
     from .components import list_mixers, mixer_spec, register_mixer
     from .configuration.configuration_frankenstein import FrankensteinConfig
     from .export import DecodingStep, cache_tensors, decoding_cache, export_decoding_step, export_onnx, onnx_session

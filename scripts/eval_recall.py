@@ -69,6 +69,13 @@ class Arguments:
                 raise ValueError(f"--{name} must be at least 1, got {value}.")
 
 
+class NoFeedForward(nn.Module):
+    """The identity in the place of a feed-forward block."""
+
+    def forward(self, hidden_states: Tensor, context: Any) -> tuple[Tensor, None]:
+        return hidden_states, None
+
+
 class Recaller(nn.Module):
     """One mixer whose heads have keys and values of 16 channels."""
 
@@ -83,7 +90,7 @@ class Recaller(nn.Module):
         )  # fmt: skip
         self.embed = nn.Linear(2 * WIDTH + 1, HIDDEN)
         self.stack = fhf.FrankensteinModel(config, is_causal=True)
-        self.stack.layers[0].mlp = nn.Identity()  # the mixer alone has to remember
+        self.stack.layers[0].mlp = NoFeedForward()  # the mixer alone has to remember
         self.answer = nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, pairs: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ FORMS = [
     ("block_attn", {"granularity": "layer", "num_blocks": 2}, LOOPS),
     ("mhc", {}, {}),
     ("mhc", {"expansion_rate": 2, "expand": "linear", "collapse": "linear"}, LOOPS),
-    ("mhc", {"expansion_rate": 1, "collapse": "gated"}, {}),
+    ("mhc", {"expansion_rate": 3, "collapse": "gated"}, {}),
     ("hyperloop", {}, LOOPS),
     ("hyperloop", {"res_parameterization": "sinkhorn"}, LOOPS),
     ("hyperloop", {"res_parameterization": "identity", "expansion_rate": 2}, LOOPS),

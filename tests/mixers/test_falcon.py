@@ -306,5 +306,5 @@ def test_lambda_is_written_as_in_the_paper():
     assert type(config).from_dict(config.to_dict()).params_for(0) == config.params_for(0)
     with pytest.raises(ValueError, match="one parameter"):
         FalconParams.from_dict({"lambda": 0.1, "lambda_": 0.1}, "falcon1")
-    with pytest.raises(ValueError, match="must be ≥ 0"):
+    with pytest.raises(ValueError, match="must be a number ≥ 0"):
         FalconParams.from_dict({"lambda": -0.1}, "falcon1")

@@ -5,7 +5,7 @@ import torch
 from accelerate import cpu_offload, disk_offload
 from transformers import AutoModelForCausalLM
 
-from ..tiny import MODES, tiny_model, tokens
+from ..tiny import MODES, assert_near, tiny_model, tokens
 
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])
@@ -29,7 +29,8 @@ def test_every_mixer_runs_with_its_weights_offloaded(name, is_causal, where, tmp
     else:
         disk_offload(model, str(tmp_path), execution_device="cpu")
     assert all(p.device.type == "meta" for p in model.model.layers.parameters())
-    assert all(torch.equal(*pair) for pair in zip(results(), expected))
+    for result, wanted in zip(results(), expected):  # hooks keep projections from being one product: other rounding
+        assert_near(result, wanted)
 
 
 @torch.no_grad()
@@ -42,5 +43,5 @@ def test_from_pretrained_puts_layers_on_disk(tmp_path):
         tmp_path / "saved", device_map=places, offload_folder=str(tmp_path / "offloaded")
     )
     assert loaded.model.layers[0].mixer.q_proj.weight.device.type == "meta"
-    assert torch.equal(loaded(x).logits, model(x).logits)
+    assert_near(loaded(x).logits, model(x).logits)
     assert torch.equal(loaded.generate(x, max_new_tokens=3), model.generate(x, max_new_tokens=3))

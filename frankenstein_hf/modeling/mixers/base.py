@@ -19,7 +19,7 @@ from ..ops.gated_norm import gated_norm, gated_norm_reference
 from ..ops.numerics import at_least_fp32
 from ..ops.short_convolution import EPS, Stream, convolved_streams, short_convolution
 from ..ops.tracing import exporting, scan_chunks
-from ..projections import JointWeights, joint_linear
+from ..projections import joint_linear
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -71,11 +71,10 @@ class Mixer(nn.Module):
         self.hidden_size = config.hidden_size
         self.num_heads = config.num_attention_heads
         self.head_dim = config.head_dim
-        self._joint_weights = JointWeights()
 
     def joint(self, x: Tensor, *names: str) -> Tensor:
         """What the linear maps called `names` make of x [..., D], side by side: one product where possible."""
-        return joint_linear(self, names, x, self._joint_weights)
+        return joint_linear(self, names, x)
 
     def init_parameters(self) -> None:
         """Fill raw parameters and buffers, through `transformers.initialization` only."""
