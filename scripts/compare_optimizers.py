@@ -225,7 +225,8 @@ def run(name: str, learning_rate: float, seed: int, arguments: Arguments, data: 
         end = time.process_time()
         scheduler.step()
         whole, inside = whole + end - start, inside + end - own
-        if not math.isfinite(float(loss)):
+        if not math.isfinite(float(loss)) or optimizer.skipped_updates():
+            loss = math.nan  # gradients were left out because they were not finite: it has diverged
             break
         if step + 1 in due:
             curve.append([step + 1, whole, evaluate(model, optimizer, held_out, arguments.batch_size)])

@@ -114,6 +114,8 @@ class PagedLayers:
         num_layers: Of the model.
     """
 
+    counts_elsewhere = True  # how many tokens a request has is known to the scheduler, not to the layers
+
     def __init__(self, cache: Any, arguments: dict[str, Any], num_layers: int) -> None:
         self.layers = [PagedLayer(cache, i, arguments) for i in range(num_layers)]
 

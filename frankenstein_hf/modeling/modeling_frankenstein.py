@@ -96,7 +96,8 @@ class FrankensteinModel(StackModel):
             TypeError: An argument nobody knows.
         """
         config = self.config
-        check_keywords(kwargs)
+        if not is_paged(cache):  # continuous batching passes all that it knows of its batch
+            check_keywords(kwargs)
         shape, device = self._check_inputs(input_ids, inputs_embeds, attention_mask)
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         self.check_backend(device, bool(output_attentions))

@@ -169,7 +169,8 @@ class StackModel(FrankensteinPreTrainedModel):
                 run = partial(self._run_round, part=part, context=context, cache=cache, collected=collected)
                 stream = self.residual.loop(stream, run, part.loop) if part.looped else run(stream)
             hidden_states = self.norm(self.residual.leave(stream))
-            if cache is not None and not torch.compiler.is_compiling() and context.past_length == 0:
+            counts_here = cache is not None and not getattr(cache, "counts_elsewhere", False)
+            if counts_here and not torch.compiler.is_compiling() and context.past_length == 0:
                 names = [self.config.mixer_names[i] for part in self._rounds() for i in part.layers]
                 check_counted(cache, names, embeddings.shape[1])
         kept = collected.hidden_states

@@ -177,6 +177,8 @@ class LatentAttention(CompressedAttention):
         """
         if not (self.rope_dim and self.is_linear):
             return None
+        if self.k_norm is not None and self.k_norm.weight.is_meta:
+            return None  # offloaded: its gain is here only while the norm is called
         q_C, q_R = query
         if self.caches_heads:
             scores = grouped_product(q_C, kept["key"].mT)
