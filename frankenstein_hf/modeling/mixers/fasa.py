@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..extras import LayerExtras
 from ..ops.block_selection import top_blocks
 from ..ops.numerics import at_least_fp32, full_precision
 from ..ops.scored_attention import dense_rows, eager_attention, scored_attention
-from .sparse_attention import Call, SparseAttention, Streams
+from .sparse_attention import Call, SparseAttention
 
 QUERIES = 64  # at a time
 
@@ -56,11 +55,6 @@ class FrequencyAwareAttention(SparseAttention):
     In evaluation each query ranks the tokens it sees by its dominant chunks (see `eager_tip`) and attends to the best
     `num_fac`, ties to the earliest. Which chunks dominate is found once (`calibrate_fasa`) and kept in the config.
     """
-
-    def attend(self, streams: Streams, call: Call) -> tuple[Tensor, LayerExtras]:
-        q, k, v = (streams[name] for name in ("query", "key", "value"))
-        out, weights = self.core(q, k, v, call, self.params, self.layer_idx)
-        return out, LayerExtras(weights)
 
     def core(
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, params: Any, layer_idx: int

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..extras import LayerExtras
 from ..norms import l2_normalize
 from ..ops.clustering import ward_buckets
 from ..ops.numerics import at_least_fp32, full_precision
 from ..ops.scored_attention import eager_attention
 from ..ops.tiled_attention import Tile, tiled_attention
-from .sparse_attention import Call, SparseAttention, Streams
+from .sparse_attention import Call, SparseAttention
 
 eager_lsa = eager_attention  # o_i = softmax over 𝒥_i = sinks ∪ keys of the best buckets ∪ own block
 
@@ -42,11 +41,6 @@ class LatentSparseAttention(SparseAttention):
     """
 
     rotated = False
-
-    def attend(self, streams: Streams, call: Call) -> tuple[Tensor, LayerExtras]:
-        q, k, v = (streams[name] for name in ("query", "key", "value"))
-        out, weights = self.core(q, k, v, call, self.params, self.layer_idx)
-        return out, LayerExtras(weights)
 
     def core(
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, params: Any, layer_idx: int

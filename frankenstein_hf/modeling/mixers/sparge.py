@@ -5,11 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..extras import LayerExtras
 from ..ops.block_selection import block_scores, eager_selected_blocks
 from ..ops.scored_attention import dense_rows
 from ..ops.tiled_attention import selected_block_attention
-from .sparse_attention import Call, SparseAttention, Streams
+from .sparse_attention import Call, SparseAttention
 
 eager_sparge = eager_selected_blocks  # softmax over the keys of the blocks that are not skipped
 
@@ -22,11 +21,6 @@ class SpargeAttention(SparseAttention):
     stands up to it; the own block is never skipped. It is made for every query, not for blocks of queries, whose
     later ones would tell earlier ones of the future.
     """
-
-    def attend(self, streams: Streams, call: Call) -> tuple[Tensor, LayerExtras]:
-        q, k, v = (streams[name] for name in ("query", "key", "value"))
-        out, weights = self.core(q, k, v, call, self.params, self.layer_idx)
-        return out, LayerExtras(weights)
 
     def core(
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, params: Any, layer_idx: int

@@ -109,6 +109,14 @@ class SparseAttention(Mixer):
         Returns:
             [r, H, L, W], and extras with weights [r, H, L, S] if materialised.
         """
+        q, k, v = (streams[name] for name in ("query", "key", "value"))
+        out, weights = self.core(q, k, v, call, self.params, self.layer_idx)
+        return out, LayerExtras(weights)
+
+    def core(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, params: Any, layer_idx: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """What `attend` comes to where queries, keys and values are all there is; see there."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------ the way there and back
