@@ -32,10 +32,14 @@ def joint_linear(owner: nn.Module, names: tuple[str, ...], x: Tensor) -> Tensor:
     linears = [getattr(owner, name) for name in names]
     if len(linears) == 1:
         return linears[0](x)
-    few = x.numel() <= FEW_TOKENS * x.shape[-1] and not torch.is_grad_enabled()
-    if few or torch.compiler.is_compiling() or not all(is_plain(linear) for linear in linears):
+    if torch.compiler.is_compiling() or _few(x) or not all(is_plain(linear) for linear in linears):
         return torch.cat([linear(x) for linear in linears], dim=-1)
     return F.linear(x, *_joined(linears))
+
+
+def _few(x: Tensor) -> bool:
+    """Not asked while a graph is traced, which would hold for few tokens, or for many, only."""
+    return not torch.is_grad_enabled() and x.numel() <= FEW_TOKENS * x.shape[-1]
 
 
 def _joined(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
