@@ -11,6 +11,8 @@ the peak above what the process held before, in a forked child.
 import ctypes
 import functools
 import gc
+import itertools
+import json
 import os
 import statistics
 import subprocess
@@ -53,6 +55,7 @@ from frankenstein_hf.modeling.ops.forgetting_attention import forgetting_attenti
 from frankenstein_hf.modeling.ops.sigmoid_attention import sigmoid_attention
 from frankenstein_hf.modeling.ops.window_attention import window_attention
 from frankenstein_hf.modeling.positions import RotaryEmbedding
+from frankenstein_hf.training.pictures import Picture, lengths_below
 
 PREAMBLE = """Batch of one, 4 heads of 64, width 256, fp32, one thread, forward + backward, process CPU time, medians of
 interleaved runs; only ratios within one table mean anything. "scans" is all of a recurrent mixer that follows its
@@ -89,7 +92,8 @@ class Arguments:
     threads: int = field(default=1, metadata={"help": "PyTorch threads"})
     json: str | None = field(default=None, metadata={"help": "where to write the results"})
     markdown: str | None = field(default=None, metadata={"help": "where to write the tables as a page"})
-    plot: str | None = field(default=None, metadata={"help": "where to draw the suite scans (needs 'plots')"})
+    only_render: bool = field(default=False, metadata={"help": "measure nothing: write what --json has"})
+    plot: str | None = field(default=None, metadata={"help": "where to draw scans and mixers (needs 'plots')"})
 
 
 # ---------------------------------------------------------------------- measuring
@@ -706,24 +710,35 @@ def table(title: str, rows: dict[str, dict[str, float | None]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw(rows: dict[str, dict[str, float]], arguments: Arguments, path: Path) -> None:
-    """Cost in units of causal SDPA against length, a line a mixer, for the first gate."""
-    try:
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ImportError("--plot needs matplotlib: pip install 'frankenstein_hf[plots]'") from error
-    figure, axes = pyplot.subplots(figsize=(7, 5))
-    axes.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
-    for name, row in rows.items():
-        costs = [row[f"/ sdpa at {T}, gate {arguments.gates[0]:g}"] for T in arguments.lengths]
-        axes.plot(arguments.lengths, costs, marker="o", label=name)
-    axes.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
-    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="time / causal SDPA")
-    axes.minorticks_off()
-    axes.set_xticks(arguments.lengths, labels=[str(T) for T in arguments.lengths])
-    axes.legend(fontsize=7, ncols=2)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+def draw(results: dict[str, Any], arguments: Arguments, path: Path) -> None:
+    """Time against length for the suites scans and mixers, a panel a family, the same axes for all."""
+    columns = {
+        "scans": ("core / causal SDPA", f"/ sdpa at {{T}}, gate {arguments.gates[0]:g}"),
+        "mixers": ("whole mixer / standard", "causal / standard at {T}"),
+    }
+    suites: list[dict[str, dict[str, list[list[float]]]]] = []
+    for suite, (unit, column) in columns.items():
+        groups: dict[str, dict[str, list[list[float]]]] = {}
+        for name, row in results.get(suite, {}).items():
+            points = [[T, row[key]] for T in arguments.lengths if row.get(key := column.format(T=T)) is not None]
+            if points:
+                family = MIXERS.get(name.replace(",", " ").split()[0]).family
+                groups.setdefault(f"{family}: {unit}", {})[name] = points
+        suites.append(groups)
+    picture = Picture("Time of forward + backward by length", sum(map(len, suites)), 4, size=(3.4, 2.5), share=True)
+    panels = iter(picture.panels)
+    for groups in suites:
+        picture.multiples(groups, list(itertools.islice(panels, len(groups))))
+    for axes in picture.panels:
+        picture.level(axes, "", 1.0)
+        axes.set(yscale="log", ylabel="relative time")
+        lengths_below(axes, arguments.lengths, "tokens")
+    picture.save(path)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The tables an earlier run left."""
+    return json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else {}
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -735,8 +750,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         MIXERS.get(name)
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    results = {}
-    for name in arguments.suites:
+    results = load(Path(arguments.json)) if arguments.only_render and arguments.json else {}
+    for name in () if arguments.only_render else arguments.suites:
         results[name] = SUITES[name](arguments)
         print("\n" + table(name, results[name]), flush=True)
         if arguments.json:
@@ -744,9 +759,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if arguments.markdown:
         flags = " ".join(sys.argv[1:] if argv is None else argv)
         head = f"# Benchmarks\n\nWritten by `python scripts/benchmark_mixers.py {flags}`.\n\n{PREAMBLE}\n"
-        write_text(arguments.markdown, "\n".join([head, *(table(name, rows) for name, rows in results.items())]))
-    if arguments.plot and "scans" in results:
-        draw(results["scans"], arguments, Path(arguments.plot))
+        image = f"\n![time by length, a panel a family]({Path(arguments.plot).name})\n" if arguments.plot else ""
+        tables = [table(name, rows) for name, rows in results.items()]
+        write_text(arguments.markdown, "\n".join([head, *tables]) + image)
+    if arguments.plot and {"scans", "mixers"} & set(results):
+        draw(results, arguments, Path(arguments.plot))
     return results
 
 

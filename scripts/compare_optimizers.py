@@ -15,7 +15,6 @@ Every run is written to --json as soon as it is finished. The same command again
 only writes the page and the plot once all runs are there; further optimizers can be added to the same file.
 """
 
-import io
 import json
 import math
 import platform
@@ -33,8 +32,9 @@ from transformers import HfArgumentParser
 
 import frankenstein_hf as fhf
 from frankenstein_hf.data import embedded_corpus, pack, train_tokenizer
-from frankenstein_hf.data.atomic import write_bytes, write_json, write_text
+from frankenstein_hf.data.atomic import write_json, write_text
 from frankenstein_hf.optim.spec import OPTIMIZERS
+from frankenstein_hf.training.pictures import Picture
 
 # At least one of every family, the costly ones last.
 DEFAULT = [
@@ -412,7 +412,7 @@ def page(rows: list[dict[str, Any]], arguments: Arguments, flags: str) -> str:
     if setting == Arguments().setting() and any(row["optimizer"] == "adafactor" for row in rows):
         parts.append(ASIDE)
     if image:
-        parts.append(f"![Held-out loss against steps, CPU time and state]({image})")
+        parts.append(f"![Held-out loss against steps; last loss, time and state]({image})")
     if rest:
         parts.append(
             "The rest, into the same files (finished runs are not repeated):\n\n```sh\npython "
@@ -422,31 +422,27 @@ def page(rows: list[dict[str, Any]], arguments: Arguments, flags: str) -> str:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Held-out loss against steps and CPU seconds, a line an optimizer, and against state."""
-    from matplotlib import pyplot
-
-    figure, (steps, seconds, state) = pyplot.subplots(1, 3, figsize=(15, 5), sharey=True)
-    colors = pyplot.get_cmap("tab20")
-    for i, row in enumerate(rows):
+    """Held-out loss against steps, a panel a family; then the last loss, time and state of each."""
+    families: dict[str, dict[str, list[list[float]]]] = {}
+    for row in rows:
         curves = [r["curve"] for r in row["runs"]]
         points = [[statistics.mean(column) for column in zip(*at)] for at in zip(*curves)]
-        style = {"label": row["optimizer"], "color": colors(i % 20), "marker": "ox^s"[i // 20 % 4]}
-        steps.plot([p[0] for p in points], [p[2] for p in points], markersize=3, **style)
-        seconds.plot([p[1] for p in points[1:]], [p[2] for p in points[1:]], markersize=3, **style)
-        if math.isfinite(row["loss"]):
-            x = row["state_bytes"] / row["parameters"]
-            state.errorbar([x], [row["loss"]], yerr=[row["spread"]], linestyle="none", **style)
-            state.annotate(row["optimizer"], (x, row["loss"]), fontsize=6, xytext=(4, 3), textcoords="offset points")
-    steps.set(xlabel="steps", ylabel="held-out loss (nats a token)")
-    seconds.set(xscale="log", xlabel="CPU seconds of training")
-    seconds.xaxis.set_minor_formatter("")
-    state.set(xlabel="state bytes a parameter")
-    steps.legend(fontsize=7, ncols=2)
-    figure.tight_layout()
-    picture = io.BytesIO()
-    figure.savefig(picture, format=path.suffix[1:] or "png", dpi=110)
-    pyplot.close(figure)
-    write_bytes(path, picture.getvalue())
+        family = OPTIMIZERS.get(row["optimizer"]).family
+        families.setdefault(family, {})[row["optimizer"]] = [[step, loss] for step, _, loss in points]
+    size = 3.3, max(2.7, 0.9 + 0.13 * len(rows))
+    picture = Picture("Optimizers compared", len(families) + 3, 5, size=size)
+    picture.multiples(families, style="-")
+    for axes in picture.panels[:-3]:
+        axes.set(xlabel="steps", ylabel="held-out loss (nats a token)")
+    measures = {
+        "last held-out loss (nats a token)": [row["loss"] if math.isfinite(row["loss"]) else math.nan for row in rows],
+        "CPU seconds of a step": [row["step_seconds"] for row in rows],
+        "state bytes a parameter": [row["state_bytes"] / row["parameters"] for row in rows],
+    }
+    names = [row["optimizer"] for row in rows]
+    for axes, (label, values) in zip(picture.panels[-3:], measures.items()):
+        picture.dots(axes, dict(zip(names, values)), label)
+    picture.save(path)
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:

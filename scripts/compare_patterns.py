@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, Ll
 
 import frankenstein_hf as fhf
 from frankenstein_hf.data.atomic import write_json, write_text
+from frankenstein_hf.training.pictures import COLOURS, Picture, lengths_below
 
 PREAMBLE = """The same weights under sdpa and four attention implementations of ours, without further training: a
 byte-level Llama of {layers} layers and width {width}, trained for {steps} steps of {batch} × {length} bytes on the
@@ -117,24 +118,19 @@ def compare(path: str, arguments: Arguments) -> dict[str, dict[str, float]]:
     return results
 
 
-def draw(results: dict[str, dict[str, float]], lengths: list[int], path: str) -> None:
+def draw(results: dict[str, dict[str, float]], lengths: list[int], path: Path) -> None:
     """Three panels against length, a line an implementation."""
-    try:
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ImportError("--plot needs matplotlib: pip install 'frankenstein_hf[plots]'") from error
-    figure, panels = pyplot.subplots(1, 3, figsize=(12, 3.8))
-    for axes, (what, unit) in zip(panels, {"time": "/ sdpa", "memory": "/ sdpa", "difference": "relative RMS"}.items()):
-        for name, row in results.items():
-            axes.plot(lengths, [row[f"{what} at {T}"] for T in lengths], marker="o", label=name)
-        if unit == "/ sdpa":
-            axes.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
-        axes.set(xscale="log", xlabel="tokens", ylabel=f"{what} {unit}")
-        axes.minorticks_off()
-        axes.set_xticks(lengths, labels=[str(T) for T in lengths])
-    panels[0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    picture = Picture("Attention patterns in a pretrained model, one forward pass", 3, size=(4.2, 3.4))
+    units = {"time": "time / sdpa", "memory": "memory / sdpa", "difference": "difference from sdpa (relative RMS)"}
+    for axes, (what, label) in zip(picture.panels, units.items()):
+        for (name, row), colour in zip(results.items(), COLOURS):
+            short = name.partition(" (")[0]  # the page's table has the parameters
+            picture.curve(axes, short, [[T, row[f"{what} at {T}"]] for T in lengths], colour)
+        if what != "difference":
+            picture.level(axes, "sdpa", 1.0)
+        lengths_below(axes, lengths, "tokens")
+        axes.set_ylabel(label)
+    picture.save(path)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -150,7 +146,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if arguments.json:
         write_json(arguments.json, {"arguments": vars(arguments), "results": results})
     if arguments.plot:
-        draw(results, arguments.lengths, arguments.plot)
+        draw(results, arguments.lengths, Path(arguments.plot))
     if arguments.markdown:
         flags = " ".join(sys.argv[1:] if argv is None else argv)
         head = (

@@ -30,6 +30,7 @@ from transformers import HfArgumentParser
 import frankenstein_hf as fhf
 from frankenstein_hf.configuration.registries import MIXERS
 from frankenstein_hf.data.atomic import write_json, write_text
+from frankenstein_hf.training.pictures import Picture
 
 WIDTH = 16  # channels of keys and of values
 HEADS = 4
@@ -56,7 +57,9 @@ class Arguments:
     json: str | None = field(default=None, metadata={"help": "where to keep results; those it has are not run again"})
     markdown: str | None = field(default=None, metadata={"help": "where to write the table as a page"})
     only_render: bool = field(default=False, metadata={"help": "train nothing: write what --json has"})
-    plot: str | None = field(default=None, metadata={"help": "where to draw accuracy against pairs (needs 'plots')"})
+    plot: str | None = field(
+        default=None, metadata={"help": "where to draw a heat map of the accuracy (needs 'plots')"}
+    )
 
     def __post_init__(self) -> None:
         for name in self.mixers:
@@ -144,23 +147,14 @@ def evaluate(name: str, n: int, arguments: Arguments) -> dict[str, Any]:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Accuracy against the number of pairs, a line a mixer."""
-    try:
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ImportError("--plot needs matplotlib: pip install 'frankenstein_hf[plots]'") from error
-    figure, axes = pyplot.subplots(figsize=(7, 5))
-    axes.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
-    for name, row in results.items():
-        points = sorted((int(n), cell["accuracy"]) for n, cell in row.items())
-        axes.plot([n for n, _ in points], [accuracy for _, accuracy in points], marker="o", label=name)
-    axes.set(xscale="log", xlabel="stored pairs", ylabel="accuracy", ylim=(0, 1.02))
-    axes.minorticks_off()
+    """A heat map of accuracies: a row a mixer, a column a number of pairs."""
     counts = sorted({int(n) for row in results.values() for n in row})
-    axes.set_xticks(counts, labels=[str(n) for n in counts])
-    axes.legend(fontsize=7, ncols=2)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    picture = Picture("Associative recall: accuracy", size=(2.6 + 0.7 * len(counts), 1.0 + 0.2 * len(results)))
+    cells = {
+        name: [row[str(n)]["accuracy"] if str(n) in row else None for n in counts] for name, row in results.items()
+    }
+    picture.heat_map(picture.panels[0], cells, [str(n) for n in counts], "stored pairs")
+    picture.save(path)
 
 
 def page(results: Results, arguments: Arguments) -> str:
@@ -211,7 +205,11 @@ def main(argv: list[str] | None = None) -> Results:
         about = (__doc__ or "").split("\n\n", 2)
         head = f"# {about[0]}\n\n{about[2]}\nIn brackets the accuracy of every seed, and the learning rate.\n"
         command = f"Written by `python scripts/eval_recall.py {flags}`.\n"
-        picture = f"\n![accuracy against stored pairs]({Path(arguments.plot).name})\n" if arguments.plot else ""
+        picture = (
+            f"\n![accuracy by mixer and number of stored pairs]({Path(arguments.plot).name})\n"
+            if arguments.plot
+            else ""
+        )
         write_text(arguments.markdown, "\n".join([head, command, text]) + picture)
     if arguments.plot:
         draw(results, Path(arguments.plot))

@@ -1,6 +1,5 @@
 """What a run found, for people: the loss curve as a picture, and a section of the model card."""
 
-import io
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +8,9 @@ from typing import Any
 from huggingface_hub import EvalResult
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
-from ..data.atomic import write_bytes
 from ..hub.cards import checkpoint_link, is_hub_name
 from ..hub.foreign import Markdown, code, markdown, one_line
+from .pictures import COLOURS, Picture
 
 LOSS_PICTURE = "loss.png"
 NOTHING = Markdown("")
@@ -147,35 +146,18 @@ def draw_loss(
     if not any(curve.values()):
         return None, None
     try:
-        from matplotlib.figure import Figure  # without pyplot: no display, no state
-    except ImportError:
-        return None, f"No {path.name}: drawing the loss needs matplotlib, pip install 'frankenstein_hf[plots]'."
-    figure = Figure(figsize=(6.4, 4), layout="constrained")
-    axes = figure.subplots()
+        picture = Picture(title)
+    except ImportError as error:
+        return None, f"No {path.name}: {one_line(error)}"
+    (axes,) = picture.panels
     places = [0, *(step for step, _ in curve["train"])]
     middles = [[(before + step) / 2, loss] for before, (step, loss) in zip(places, curve["train"])]
     held_out = "o-" if len(curve["held_out"]) > 2 else "o"  # a line through two points would tell of a course
-    for points, label, style, colour in (
-        (middles, "training", "-", "C0"),
-        (curve["held_out"], "held out", held_out, "C1"),
-    ):
-        if points:
-            axes.plot(*zip(*points), style, color=colour, label=label, markersize=5)
-            x, y = points[0]  # where the two are furthest apart
-            axes.annotate(label, (x, y), color=colour, xytext=(6, 4), textcoords="offset points")
+    picture.curve(axes, "training", middles, COLOURS[0], "-")
+    picture.curve(axes, "held out", curve["held_out"], COLOURS[1], held_out)
     if baseline is not None and math.isfinite(baseline):
-        axes.axhline(baseline, color="0.5", linestyle="--", linewidth=1, label=baseline_words)
-        axes.annotate(
-            baseline_words, (1, baseline), xycoords=("axes fraction", "data"), xytext=(-4, 3),
-            textcoords="offset points", color="0.4", ha="right",
-        )  # fmt: skip
-    axes.margins(x=0.12)
+        picture.level(axes, baseline_words, baseline)
     axes.set_xlabel("training step")
     axes.set_ylabel("loss (nats)" if baseline is not None else "loss")
-    title = one_line(title)
-    axes.set_title(title if len(title) < 92 else f"{title[:90]}…", fontsize="small", parse_math=False)
-    axes.grid(alpha=0.3)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=150)
-    write_bytes(path, buffer.getvalue())
+    picture.save(path)
     return path.name, None

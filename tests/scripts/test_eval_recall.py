@@ -43,6 +43,10 @@ def test_a_perfect_answer_scores_highest_and_the_program_writes_its_results(prog
     again = program.main(["--mixers", "gla", "retnet", *flags, "--json", str(saved), "--markdown", str(page)])
     assert again["gla"] == results["gla"] and again["retnet"]["2"]["accuracy"] == 0.5
     assert "| retnet | 50.0% (50.0% 50.0%; lr 0.01) |" in page.read_text()
+    if importlib.util.find_spec("matplotlib"):
+        figure = tmp_path / "recall.png"
+        program.main(["--mixers", "gla", "retnet", *flags, "--json", str(saved), "--plot", str(figure)])
+        assert figure.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="other settings"):
         program.main(["--mixers", "gla", *flags[:-1], "1", "--json", str(saved)])
     with pytest.raises(ValueError, match="'memory' cannot be evaluated"):

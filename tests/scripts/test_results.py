@@ -119,7 +119,7 @@ def test_the_picture_shows_the_curve(tmp_path, monkeypatch):
     lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
     # a training loss is a mean over the steps since the one before, and stands amid them
     assert lines["training"] == [[0.5, 3.0], [1.5, 2.0]] and lines["held out"] == curve["held_out"]
-    assert {y for _, y in lines["token frequencies"]} == {3.25} and axes.get_title() == title
+    assert {y for _, y in lines["token frequencies"]} == {3.25} and axes.get_title(loc="left") == title
     assert {text.get_text().strip() for text in axes.texts} == set(lines) and axes.get_legend() is None
     assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
     assert results.draw_loss({"train": [], "held_out": []}, tmp_path / "no.png") == (None, None)
