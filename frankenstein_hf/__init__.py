@@ -15,8 +15,13 @@ if TYPE_CHECKING:
     from .cache_sizes import cache_report
     from .calibration import calibrate_fasa
     from .components import list_mixers, mixer_spec, register_mixer
+    from .configuration.component import MixerSpec, Params, param
     from .configuration.configuration_frankenstein import FrankensteinConfig
     from .export import DecodingStep, cache_tensors, decoding_cache, export_decoding_step, export_onnx, onnx_session
+    from .hub.load_mixers import load_mixers
+    from .modeling.context import SequenceContext
+    from .modeling.extras import LayerExtras
+    from .modeling.mixers.base import Mixer, RecurrentMixer, RowMixer
     from .modeling.modeling_frankenstein import FrankensteinForCausalLM, FrankensteinForMaskedLM, FrankensteinModel
     from .modeling.modeling_frankenstein_heads import (
         FrankensteinForMultipleChoice,
@@ -42,6 +47,7 @@ _MODULES = {
     "calibration": ("calibrate_fasa",),
     "cache_sizes": ("cache_report",),
     "components": ("list_mixers", "mixer_spec", "register_mixer"),
+    "configuration.component": ("MixerSpec", "Params", "param"),
     "configuration.configuration_frankenstein": ("FrankensteinConfig",),
     "export": (
         "DecodingStep",
@@ -51,6 +57,10 @@ _MODULES = {
         "export_onnx",
         "onnx_session",
     ),
+    "hub.load_mixers": ("load_mixers",),
+    "modeling.context": ("SequenceContext",),
+    "modeling.extras": ("LayerExtras",),
+    "modeling.mixers.base": ("Mixer", "RecurrentMixer", "RowMixer"),
     "modeling.modeling_frankenstein": (
         "FrankensteinForCausalLM",
         "FrankensteinForMaskedLM",
@@ -87,6 +97,13 @@ __all__ = [
     "FrankensteinForTokenClassification",
     "FrankensteinModel",
     "FrankensteinPreTrainedModel",
+    "LayerExtras",
+    "Mixer",
+    "MixerSpec",
+    "Params",
+    "RecurrentMixer",
+    "RowMixer",
+    "SequenceContext",
     "__version__",
     "attention_implementation",
     "cache_report",
@@ -100,9 +117,11 @@ __all__ = [
     "list_mixers",
     "list_optimizers",
     "list_stabilizers",
+    "load_mixers",
     "mixer_spec",
     "onnx_session",
     "optimizer_spec",
+    "param",
     "register_mixer",
     "stabilizer_spec",
     "trainer_callbacks",

@@ -6,6 +6,7 @@ model classes for the Auto classes and `pipeline()`, attention implementations, 
 
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 from transformers import AutoConfig
 
@@ -43,10 +44,13 @@ def register_models(modeling_auto: ModuleType) -> None:
 
 
 def _install_toolkit(hub_bundle: ModuleType) -> None:
-    from .hub.bundle import bundle_sources
-    from .hub.cards import render
+    def sources(*args: Any) -> Any:
+        return import_module(".hub.bundle", __package__).bundle_sources(*args)
 
-    hub_bundle.install_toolkit(bundle_sources, render)
+    def render(*args: Any) -> None:
+        import_module(".hub.cards", __package__).render(*args)
+
+    hub_bundle.install_toolkit(sources, render)  # imported when a model is saved
 
 
 def _register_attention(modeling_utils: ModuleType) -> None:

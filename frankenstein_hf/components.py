@@ -27,8 +27,10 @@ def mixer_spec(name: str) -> MixerSpec:
 def register_mixer(spec: MixerSpec, cls: type[Mixer]) -> None:
     """Add a mixer from outside this package; afterwards `layer_pattern` accepts `spec.name`.
 
-    Models that use it are saved without code (`save_pretrained(..., save_code=False)`, or `model.save_code = False` for
-    the saves of `Trainer`): a Hub bundle cannot carry it, so whoever loads them has to register it first.
+    `save_pretrained` takes the file that defines it along, if that is self-contained: class and spec stand in it at the
+    top level, and it imports only the standard library, torch, transformers and public names of this package. Others
+    are saved without code (`save_pretrained(..., save_code=False)`, or `model.save_code = False` for the saves of
+    `Trainer`), and whoever loads them has to register the mixer first.
 
     Args:
         spec: Name, parameters and capabilities.

@@ -1,26 +1,18 @@
-"""Flattening the package into the Python files that travel with a checkpoint.
+"""The Python files that travel with a checkpoint: what its configuration reaches of the package, flattened.
 
-transformers' loader copies only what it finds through `from .name import …` in one folder. So `modeling/mixers/gla.py`
-becomes `modeling_mixers_gla.py`, relative imports are rewritten in place (line numbers stay), and the two modules that
-import by name are replaced by ones with a literal import per component the checkpoint uses.
+The two modules that import by name are replaced by ones with a literal import per component the checkpoint uses; mixers
+of one's own come along where they can (`own_mixers`).
 """
 
-import ast
-import functools
-import re
 from collections.abc import Iterable, Sequence
 from importlib import import_module
-from pathlib import Path
 
 from ..configuration.component import ComponentSpec, MixerSpec
 from ..configuration.discovered import spec_modules
-from ..modeling.hub_bundle import HEADS, MARK, entry_modules
-
-ROOT = Path(__file__).parent.parent
-PACKAGE = __name__.partition(".")[0]
-PARTS = ("configuration", "modeling")  # the parts of the package that travel
-
-Module = tuple[str, ...]  # ("modeling", "mixers", "gla")
+from ..modeling.hub_bundle import HEADS, entry_modules
+from ..modeling.implementations import is_third_party
+from .flat import PACKAGE, Module, flat_name, flatten, source_path
+from .own_mixers import pack_own
 
 DISCOVERED: Module = ("configuration", "discovered")
 CLASSES: Module = ("modeling", "discovered")
@@ -61,15 +53,19 @@ def bundle_sources(components: Sequence[ComponentSpec]) -> dict[str, str]:
     """The bundle of a checkpoint.
 
     Args:
-        components: Specs of what the checkpoint uses, all from this package.
+        components: Specs of what the checkpoint uses.
 
     Returns:
         Source text by file name, of the modules reachable from the entry files through these components.
 
     Raises:
-        ValueError: A module cannot be flattened; the message names the line and the remedy.
+        ValueError: A module cannot be flattened, or a mixer from elsewhere cannot travel; the message names the line
+            and the remedy.
     """
-    generated = {DISCOVERED: _discovered(components), CLASSES: _classes(components)}
+    own = pack_own(spec for spec in components if is_third_party(spec))
+    ours = [spec for spec in components if not is_third_party(spec)]
+    generated = {DISCOVERED: _discovered(ours, own.specs), CLASSES: _classes([*ours, *own.specs]), **own.sources}
+    made = frozenset(own.sources)
     flat: dict[str, str] = {}
     origins: dict[str, Module] = {}
     pending: list[Module] = [(name.partition("_")[0], name) for name in entry_modules()]
@@ -77,92 +73,26 @@ def bundle_sources(components: Sequence[ComponentSpec]) -> dict[str, str]:
         module = pending.pop()
         name = flat_name(module)
         if origins.setdefault(name, module) != module:
-            raise ValueError(f"{_path(module)} and {_path(origins[name])} would both become {name}.py; rename one.")
+            raise ValueError(
+                f"{source_path(module)} and {source_path(origins[name])} would both become {name}.py; rename one."
+            )
         if f"{name}.py" not in flat:
-            source = generated.get(module) or _path(module).read_text(encoding="utf-8")
-            flat[f"{name}.py"], imported = flatten(source, module)
+            source = generated.get(module) or source_path(module).read_text(encoding="utf-8")
+            flat[f"{name}.py"], imported = flatten(source, module, made)
             pending += imported
     return flat
 
 
-def flat_name(module: Module) -> str:
-    """("modeling", "mixers", "gla") -> "modeling_mixers_gla"; the entry modules carry their part's name already."""
-    return module[-1] if module[-1].startswith(f"{module[0]}_") else "_".join(module)
-
-
-@functools.lru_cache(maxsize=256)
-def flatten(source: str, module: Module) -> tuple[str, tuple[Module, ...]]:
-    """Rewrite the relative imports of one module for a flat folder.
-
-    Args:
-        source: The module's text.
-        module: Its place in the package.
-
-    Returns:
-        The text with the same lines and the mark of a bundle at its end; the modules it imports.
-
-    Raises:
-        ValueError: An import that the loader could not follow.
-    """
-    lines = source.split("\n")  # as ast counts them
-    imported: list[Module] = []
-
-    def reject(node: ast.stmt | ast.expr, problem: str) -> ValueError:
-        where = f"{_path(module).relative_to(ROOT)}:{node.lineno}"
-        return ValueError(f"{where}: `{ast.unparse(node)}` cannot travel with a checkpoint: {problem}")
-
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import) and any(alias.name.split(".")[0] == PACKAGE for alias in node.names):
-            raise reject(node, "import relatively.")
-        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
-            raise reject(node, "the loader finds literal imports only.")
-        if not isinstance(node, ast.ImportFrom):
-            continue
-        if node.level == 0:
-            if str(node.module).split(".")[0] == PACKAGE:
-                raise reject(node, "import relatively.")
-            continue
-        if node.module is None:
-            raise reject(node, "write `from .module import name`.")
-        target = (*module[: -node.level], *node.module.split("."))
-        if node.level > len(module) or target[0] not in PARTS:
-            raise reject(node, f"only {' and '.join(PARTS)} do.")
-        if not _path(target).is_file():
-            raise reject(node, "no such module; a package's names must be imported from the modules they are in.")
-        written = re.escape("." * node.level + node.module)
-        line, found = re.subn(
-            rf"^(\s*from\s+){written}(\s+import\b)", rf"\1.{flat_name(target)}\2", lines[node.lineno - 1]
-        )
-        if not found:
-            raise reject(node, "`from .module import` must stand on one line of its own.")
-        lines[node.lineno - 1] = line
-        imported.append(target)
-    _check_strays(lines, imported, module)
-    text = "\n".join(lines).rstrip() + f"\n{MARK}{'/'.join(module)}.py\n"
-    return text, tuple(imported)
-
-
-def _check_strays(lines: Iterable[str], imported: Iterable[Module], module: Module) -> None:
-    """The loader reads lines, not syntax: prose that looks like a relative import would be followed too."""
-    names = {flat_name(target) for target in imported}
-    for number, line in enumerate(lines, 1):
-        match = re.match(r"\s*(?:from\s+\.(\S+)\s+import|import\s+\.(\S+)\s*$)", line)
-        if match and (match[1] or match[2]) not in names:
-            where = f"{_path(module).relative_to(ROOT)}:{number}"
-            raise ValueError(f"{where}: {line.strip()!r} looks like an import to transformers' loader; rephrase it.")
-
-
-def _path(module: Module) -> Path:
-    return ROOT.joinpath(*module).with_suffix(".py")
-
-
-def _discovered(components: Iterable[ComponentSpec]) -> str:
-    names = sorted(spec.name for spec in components if isinstance(spec, MixerSpec))
+def _discovered(ours: Iterable[ComponentSpec], own: Iterable[MixerSpec]) -> str:
+    names = {spec.name for spec in ours if isinstance(spec, MixerSpec)}
     modules = sorted({_spec_module(name) for name in names})
+    places = sorted({spec.implementation.partition(":")[0] for spec in own})
+    imports = [f"    from .mixers.{module} import SPECS as {_variable(module)}" for module in modules]
+    imports += [f"    from ..modeling.{place} import CARRIED as {_variable(place)}" for place in places]
     return DISCOVERED_SOURCE.format(
-        names=tuple(names),
-        imports="\n".join(f"    from .mixers.{module} import SPECS as {_variable(module)}" for module in modules),
-        specs=", ".join(map(_variable, modules)),
+        names=tuple(sorted(names | {spec.name for spec in own})),
+        imports="\n".join(imports),
+        specs=", ".join(map(_variable, (*modules, *places))),
     )
 
 

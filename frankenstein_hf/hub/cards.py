@@ -276,6 +276,7 @@ def _body(model: Any, directory: Path, name: str, metadata: dict[str, Any], resu
             is_causal=model.is_causal,
             layers=_layers(config, specs, base.layers),
             carries_code=_carries_code(directory),
+            own=Markdown(", ".join(sorted({code(spec.name) for spec in specs if is_third_party(spec)}))),
             total=total,
             embeddings=base.embed_tokens.weight.numel(),
             dtype=str(model.dtype).removeprefix("torch."),

@@ -14,7 +14,6 @@ from typing import Any
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from ..configuration.component import ComponentSpec
-from .implementations import is_third_party
 
 CONFIG_CLASS = "configuration_frankenstein.FrankensteinConfig"
 
@@ -66,8 +65,8 @@ def write_bundle(directory: str | os.PathLike, config: Any) -> None:
         config: A `FrankensteinConfig`.
 
     Raises:
-        ValueError: A mixer (or other component) comes from outside this package, or a file of the bundle's names was
-            written by somebody else. Nothing has been written then.
+        ValueError: A mixer from outside this package cannot travel, or a file of the bundle's names was written by
+            somebody else. Nothing has been written then.
     """
     directory, sources = Path(directory), bundle_for(config)
     refuse_foreign(directory, sources)
@@ -77,14 +76,9 @@ def write_bundle(directory: str | os.PathLike, config: Any) -> None:
 def bundle_for(config: Any) -> Mapping[str, str]:
     """Source text by file name of the code that loads a checkpoint of this `config`; errors as in `write_bundle`."""
     components = config.reached_components()
-    foreign = [spec.name for spec in components if is_third_party(spec)]
-    if foreign:
-        raise ValueError(
-            f"{', '.join(map(repr, foreign))} {'is' if len(foreign) == 1 else 'are'} registered from outside this "
-            "package, so the code cannot travel with the checkpoint. Save with save_pretrained(…, save_code=False) "
-            "(under Trainer: set model.save_code = False), and register the same code before loading."
-        )
-    return _toolkit["sources"](components) if "sources" in _toolkit else _own_sources()
+    if "sources" in _toolkit:
+        return _toolkit["sources"](components)
+    return _own_sources()
 
 
 def _own_sources() -> dict[str, str]:

@@ -18,7 +18,7 @@ def register_implementation(spec: ComponentSpec, implementation: type) -> None:
 
 
 def is_third_party(spec: ComponentSpec) -> bool:
-    """Whether the component's code lives outside this package, so that no bundle can carry it."""
+    """Whether the component's code lives outside this package."""
     return _key(spec) in _REGISTERED
 
 

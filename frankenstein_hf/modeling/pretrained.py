@@ -166,7 +166,7 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
             args, kwargs: transformers' own.
 
         Raises:
-            ValueError: The model has a mixer from outside this package, whose code cannot travel.
+            ValueError: The model has a mixer from outside this package, whose code cannot travel; the message says why.
         """
         save_code = self.save_code if save_code is None else save_code
         original = self.config

@@ -26,7 +26,6 @@ from ..data.tokenization import Objective, train_tokenizer
 from ..hub.cards import is_hub_name, render
 from ..hub.foreign import Markdown, one_line, python
 from ..modeling.hub_bundle import bundle_for, refuse_foreign
-from ..modeling.implementations import is_third_party
 from .arguments import BadInput, ModelArguments, ProgramArguments, SourceArguments
 from .callbacks import StopOnInterrupt, use_progress
 from .checkpoints import (
@@ -160,8 +159,7 @@ class Run(abc.ABC):
         config = self.pretrained_config if known else self._config(self.model_args.vocab_size)
         if not self.args.do_train or not output.is_dir() or not isinstance(config, FrankensteinConfig):
             return
-        if not any(is_third_party(spec) for spec in config.reached_components()):
-            good(lambda: refuse_foreign(output, bundle_for(config)))
+        good(lambda: refuse_foreign(output, bundle_for(config)))
 
     def _check_same_model(self, checkpoint: Path) -> None:
         """The checkpoint's config must be the one asked for; else its weights would be dropped or misread."""

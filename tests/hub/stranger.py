@@ -73,6 +73,21 @@ with torch.no_grad():
     found["no_code"] = sorted(path.name for path in (folder / "no_code").iterdir())
     found["no_code auto_map"] = "auto_map" in json.loads((folder / "no_code" / "config.json").read_text())
 
+    own = found["own"] = {}  # a mixer from outside the package, whose file came along
+    ids = expected["input_ids"]
+    for name, auto in (("own", AutoModelForCausalLM), ("own_masked", AutoModelForMaskedLM)):
+        model = auto.from_pretrained(folder / name, **trust)
+        own[name] = torch.equal(model(ids, attention_mask=(ids > 3).long()).logits, expected[name])
+        if name == "own":
+            generated = (model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=use) for use in (True, False))
+            own["generate"] = torch.equal(*generated)
+        model.save_pretrained(folder / f"{name}_again")
+        own["same files"] = own.get("same files", True) and files(f"{name}_again") == files(name)
+    try:
+        AutoConfig.from_pretrained(folder / "own", mixer_params={"min_gru": {"expansion": 17}}, **trust)
+    except ValueError as error:
+        own["checked"] = "'min_gru': parameter 'expansion'" in str(error)
+
     config = AutoConfig.from_pretrained(folder / "causal", **trust)
     config.layer_pattern, config.num_hidden_layers = [config.layer_pattern[0]], 1
     other = AutoModelForCausalLM.from_config(config, **trust)

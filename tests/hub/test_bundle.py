@@ -16,13 +16,12 @@ from transformers import Trainer, TrainingArguments
 from transformers.dynamic_module_utils import check_imports, get_imports, get_relative_import_files
 
 import frankenstein_hf as fhf
-from frankenstein_hf.configuration.component import MixerSpec
 from frankenstein_hf.configuration.registries import FEED_FORWARDS, MIXERS, NORMS
-from frankenstein_hf.hub.bundle import CLASSES, DISCOVERED, PARTS, ROOT, bundle_sources, flatten
-from frankenstein_hf.modeling import implementations
+from frankenstein_hf.hub.bundle import CLASSES, DISCOVERED, bundle_sources
+from frankenstein_hf.hub.flat import PARTS, ROOT, flatten
 from frankenstein_hf.modeling.hub_bundle import HEADS, auto_map, bundle_files, entry_modules
-from frankenstein_hf.modeling.mixers.base import Mixer
 from tests.heads import head_batch, head_model
+from tests.hub.own import own_mixer
 from tests.tiny import BIDIRECTIONAL, CAUSAL, tiny_config, tiny_model, tiny_tokenizer, tokens
 
 TRAVELLING = [
@@ -38,6 +37,8 @@ AVAILABLE = {"torch", "transformers", "huggingface_hub", "safetensors", "tokeniz
 def code_in(directory: Path) -> set[str]:
     return {path.name for path in directory.glob("*.py")}
 
+
+OWN_PARAMS = {"min_gru": {"expansion": 2}, "swa": {"window_size": 6, "num_sinks": 2}}
 
 # The heads that `pipeline()` serves with a label a text or a token.
 LABELLING = {
@@ -73,6 +74,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
         expected["generate"] = causal.generate(
             expected["input_ids"], max_new_tokens=5, do_sample=False, use_cache=False
         )
+        with own_mixer(ROOT.parent / "examples" / "min_gru.py"):
+            for name, is_causal in (("own", True), ("own_masked", False)):
+                own = tiny_model(["min_gru", "swa"], is_causal=is_causal, mixer_params=OWN_PARAMS)
+                own.save_pretrained(folder / name)
+                expected[name] = own(expected["input_ids"], attention_mask=(expected["input_ids"] > 3).long()).logits
     torch.save(expected, folder / "expected.pt")
     return folder
 
@@ -93,7 +99,19 @@ def found(checkpoints: Path) -> dict[str, Any]:
         "import json, sys; import frankenstein_hf; early = 'transformers.trainer' in sys.modules\n"
         "from transformers import AutoModelForMaskedLM, Trainer\n"
         f"model = AutoModelForMaskedLM.from_pretrained({str(checkpoints / 'masked')!r}, trust_remote_code=True)\n"
-        "print(json.dumps(dict(early=early, late=hasattr(Trainer.create_model_card, '__wrapped__'),\n"
+        "import torch\n"
+        f"folder = {str(checkpoints / 'own_masked')!r}\n"
+        "try:\n    frankenstein_hf.load_mixers(folder)\n"
+        "except ValueError as error:\n    refused = str(error)\n"
+        "names = frankenstein_hf.load_mixers(folder, trust_remote_code=True)\n"
+        "assert frankenstein_hf.load_mixers(folder, trust_remote_code=True) == names\n"
+        "own = AutoModelForMaskedLM.from_pretrained(folder)\n"
+        f"expected = torch.load({str(checkpoints / 'expected.pt')!r})\n"
+        "ids = expected['input_ids']\n"
+        "same = torch.equal(own(ids, attention_mask=(ids > 3).long()).logits, expected['own_masked'])\n"
+        f"own.save_pretrained({str(checkpoints / 'own_installed')!r})\n"
+        "print(json.dumps(dict(own=names, refused=refused, same=same, early=early,\n"
+        "    late=hasattr(Trainer.create_model_card, '__wrapped__'),\n"
         "    module=type(model).__module__, modules=list(sys.modules))))"
     )
     stranger = [sys.executable, "-I", str(Path(__file__).with_name("stranger.py")), str(checkpoints)]
@@ -157,6 +175,21 @@ def test_the_trainer_is_wrapped_when_imported_and_not_imported_by_us(found):
     assert (found["installed"]["early"], found["installed"]["late"]) == (False, True)
 
 
+def test_a_mixer_of_ones_own_travels_with_its_file(found, checkpoints):
+    """To where the package is absent and on from there; and to where the package is and the file is not."""
+    assert found["own"] == {"own": True, "own_masked": True, "generate": True, "same files": True, "checked": True}
+    assert "from frankenstein_hf" not in (checkpoints / "own" / "modeling_own_min_gru.py").read_text()
+    installed = found["installed"]
+    assert installed["own"] == ["min_gru"] and installed["same"]
+    assert "modeling_own_min_gru.py" in installed["refused"] and "trust_remote_code=True" in installed["refused"]
+    assert "load_mixers(" in (checkpoints / "own" / "README.md").read_text()
+    own, again = (
+        {path.name: path.read_text() for path in (checkpoints / name).glob("*.py")}
+        for name in ("own_masked", "own_installed")
+    )
+    assert own == again
+
+
 def test_only_reached_modules_are_written(tmp_path):
     tiny_model("swa").save_pretrained(tmp_path)
     code = code_in(tmp_path)
@@ -198,23 +231,6 @@ def test_save_code_false_writes_no_code_and_claims_none(tmp_path):
     assert "auto_map" not in json.loads((tmp_path / "without" / "config.json").read_text())
     assert "trust_remote_code" not in (tmp_path / "without" / "README.md").read_text()
     assert fhf.FrankensteinForCausalLM.from_pretrained(tmp_path / "without").config.mixer_names == ["gla"]
-
-
-def test_a_third_party_mixer_is_refused_before_anything_is_written(tmp_path, monkeypatch):
-    class Identity(Mixer):
-        def forward(self, hidden_states, context, cache=None):
-            return hidden_states, None
-
-    spec = MixerSpec(name="somebodys", family="test", summary="Nothing.", reference="none")
-    monkeypatch.setattr(MIXERS, "_specs", dict(MIXERS._specs))
-    monkeypatch.setattr(implementations, "_REGISTERED", {})
-    fhf.register_mixer(spec, Identity)
-    model = fhf.FrankensteinModel(tiny_config("gla", layer_pattern=["somebodys"], mixer_params={}))
-    with pytest.raises(ValueError, match=r"'somebodys'.*save_code=False"):
-        model.save_pretrained(tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    model.save_pretrained(tmp_path / "out", save_code=False)
-    assert not code_in(tmp_path / "out")
 
 
 def test_trainer_save_model_writes_the_bundle(tmp_path):
