@@ -1,14 +1,13 @@
 """Any sequence mixer in a Hugging Face model, chosen per layer by name.
 
-Importing the package registers the model family with transformers' Auto classes and the optimizers with its `Trainer`.
-What it offers is imported when it is first used.
+Importing the package registers the model family with transformers' Auto classes and the optimizers with its `Trainer`,
+as soon as these are imported. What it offers is imported when it is first used, torch and transformers included.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .auto import register
-from .configuration.stack import FRANKENSTEIN_VERSION as __version__
 
 if TYPE_CHECKING:
     from .attention_interface import attention_implementation
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from .components import list_mixers, mixer_spec, register_mixer
     from .configuration.component import MixerSpec, Params, param
     from .configuration.configuration_frankenstein import FrankensteinConfig
+    from .configuration.stack import FRANKENSTEIN_VERSION as __version__
     from .export import DecodingStep, cache_tensors, decoding_cache, export_decoding_step, export_onnx, onnx_session
     from .hub.load_mixers import load_mixers
     from .modeling.context import SequenceContext
@@ -130,6 +130,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module(".configuration.stack", __name__).FRANKENSTEIN_VERSION
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f".{_HOME[name]}", __name__), name)
@@ -137,7 +139,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *__all__})
 
 
 register()

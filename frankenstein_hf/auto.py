@@ -1,28 +1,33 @@
 """Registration with transformers and PEFT; runs on import of the package.
 
-Only the configuration is registered at once. All else waits until the module that it is registered with is imported:
-model classes for the Auto classes and `pipeline()`, attention implementations, optimizers, the targets of adapters.
+Everything waits until the module that it is registered with is imported: the configuration for `AutoConfig`, model
+classes for the Auto classes and `pipeline()`, attention implementations, optimizers, the targets of adapters. So the
+package itself costs nothing to import, and a command can answer without torch.
 """
 
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from transformers import AutoConfig
-
 from .after_import import after_import
-from .configuration.configuration_frankenstein import FrankensteinConfig
 
 
 def register() -> None:
     """Make transformers and PEFT know the family; safe to repeat."""
-    AutoConfig.register(FrankensteinConfig.model_type, FrankensteinConfig, exist_ok=True)
+    after_import("transformers.models.auto.configuration_auto", register_config)
     after_import("transformers.models.auto.modeling_auto", register_models)
     after_import(f"{__package__}.modeling.hub_bundle", _install_toolkit)
     after_import("transformers.modeling_utils", _register_attention)
     after_import("transformers.training_args", _connect_optimizers)
     after_import("transformers.trainer", _keep_cards)
     after_import("peft", _connect_peft)
+
+
+def register_config(configuration_auto: ModuleType) -> None:
+    """Make `AutoConfig` know the family."""
+    from .configuration.configuration_frankenstein import FrankensteinConfig
+
+    configuration_auto.AutoConfig.register(FrankensteinConfig.model_type, FrankensteinConfig, exist_ok=True)
 
 
 def head_class(reference: str) -> type:
@@ -33,6 +38,7 @@ def head_class(reference: str) -> type:
 
 def register_models(modeling_auto: ModuleType) -> None:
     """Make `AutoModelFor….from_pretrained` and `pipeline()` know our classes."""
+    from .configuration.configuration_frankenstein import FrankensteinConfig
     from .modeling.hub_bundle import HEADS
 
     for auto_name, reference in HEADS.items():

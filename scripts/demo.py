@@ -191,6 +191,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    from frankenstein_hf.training.programs import run_main
+    from frankenstein_hf.training.failures import run_main
 
     run_main(main)

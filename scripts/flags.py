@@ -10,8 +10,12 @@ import difflib
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+from frankenstein_hf.training.failures import run_main
+from frankenstein_hf.training.tasks import PROGRAMS
 
 LIBRARIES = {  # where the classes that ours extend are defined
     "TrainingArguments": ("transformers", "training_args.py"),
@@ -20,6 +24,17 @@ LIBRARIES = {  # where the classes that ours extend are defined
 }
 CONFIG = "FrankensteinConfig"
 HELP = ("help", "help_all")
+
+
+def program(name: str) -> Callable[..., dict[str, Any]]:
+    """`main(argv=None)` of the program called `name`, which returns its metrics."""
+    return PROGRAMS[name].main
+
+
+def run(file: str, name: str) -> None:
+    """Run the program called `name` as the script `file`, once its flags are known to be some."""
+    check(file, *PROGRAMS[name].class_names())
+    run_main(program(name))
 
 
 def check(program: str, *classes: str) -> None:

@@ -13,41 +13,9 @@ labels. Running a command again resumes from its last checkpoint. `metrics.json`
 on held-out data before and after, beside those of the most frequent answer; `loss.png` the course of the loss.
 """
 
-if __name__ == "__main__":  # a mistyped flag is answered before the imports that take seconds
-    import flags
+import flags
 
-    flags.check(__file__, "ModelArguments", "LabelledDataArguments", "ProgramArguments")
-
-from collections.abc import Sequence
-from typing import Any
-
-from transformers import Trainer
-
-import frankenstein_hf  # noqa: F401  (registers the models)
-from frankenstein_hf.training.arguments import ModelArguments, ProgramArguments, parse_arguments
-from frankenstein_hf.training.classification import ClassificationRun, LabelledDataArguments
-from frankenstein_hf.training.programs import run_main
-
-
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run the program; returns the metrics."""
-    classes = (ModelArguments, LabelledDataArguments, ProgramArguments)
-    model_args, data_args, training_args = parse_arguments(classes, argv)
-    run = ClassificationRun(model_args, data_args, training_args)
-
-    tokenizer, train_dataset, eval_dataset = run.prepare_data()
-    trainer = Trainer(
-        model=run.build_model(),
-        args=training_args,
-        data_collator=run.collator(),
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        processing_class=tokenizer,
-        compute_metrics=run.compute_metrics,
-        preprocess_logits_for_metrics=run.predictions,
-    )
-    return run.train_and_evaluate(trainer)
-
+main = flags.program("classification")
 
 if __name__ == "__main__":
-    run_main(main)
+    flags.run(__file__, "classification")

@@ -15,38 +15,9 @@ common find; `loss.png` the course of the loss. The model loads with `SentenceTr
 `--mode similarity`, `search`, `clustering` and `encode` read `--input_file` and write JSON or NPY into `--output_dir`.
 """
 
-if __name__ == "__main__":  # a mistyped flag is answered before the imports that take seconds
-    import flags
+import flags
 
-    flags.check(__file__, "ModelArguments", "EmbeddingArguments", "EmbeddingProgramArguments")
-
-from collections.abc import Sequence
-from typing import Any
-
-import frankenstein_hf  # noqa: F401  (registers the models)
-from frankenstein_hf.training.arguments import BadInput, ModelArguments, parse_arguments
-from frankenstein_hf.training.programs import run_main
-
-
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run the program; returns the metrics, or what was written."""
-    try:
-        from frankenstein_hf.training.embedding import EmbeddingArguments, EmbeddingProgramArguments, EmbeddingRun
-        from frankenstein_hf.training.embedding_use import use
-    except ImportError as error:
-        raise BadInput(
-            f"sentence-transformers must be installed ({error}): pip install 'frankenstein_hf[embeddings]'."
-        ) from error
-    classes = (ModelArguments, EmbeddingArguments, EmbeddingProgramArguments)
-    model_args, data_args, training_args = parse_arguments(classes, argv)
-    if data_args.mode != "train":
-        return use(model_args, data_args, training_args)
-    run = EmbeddingRun(model_args, data_args, training_args)
-
-    _, train_dataset, eval_dataset = run.prepare_data()
-    trainer = run.trainer(run.build_model(), train_dataset, eval_dataset)
-    return run.train_and_evaluate(trainer)
-
+main = flags.program("sentence_embedding")
 
 if __name__ == "__main__":
-    run_main(main)
+    flags.run(__file__, "sentence_embedding")

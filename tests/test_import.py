@@ -15,8 +15,16 @@ def modules_after(code: str) -> set[str]:
     return set(run.stdout.split())
 
 
-def test_importing_loads_no_trainer_no_adapters_and_no_code_of_mixers_or_optimizers():
+def test_importing_loads_neither_torch_nor_transformers_nor_anything_that_needs_them():
     loaded = modules_after("import frankenstein_hf")
+    assert "frankenstein_hf.auto" in loaded
+    light = {"frankenstein_hf", "frankenstein_hf.auto", "frankenstein_hf.after_import"}
+    assert not {name for name in loaded if name.startswith("frankenstein_hf")} - light
+    assert not loaded & {"torch", "transformers", "peft", "numpy", "huggingface_hub"}
+
+
+def test_the_configuration_loads_no_trainer_no_adapters_and_no_code_of_mixers_or_optimizers():
+    loaded = modules_after("import frankenstein_hf\nfrom transformers import AutoConfig")
     assert "frankenstein_hf.configuration.configuration_frankenstein" in loaded
     heavy = [
         name
@@ -25,6 +33,12 @@ def test_importing_loads_no_trainer_no_adapters_and_no_code_of_mixers_or_optimiz
         or name in ("transformers.trainer", "transformers.training_args", "transformers.models.auto.modeling_auto")
     ]
     assert not heavy
+
+
+@pytest.mark.parametrize("first", ["import frankenstein_hf", "from transformers import AutoConfig"])
+def test_the_configuration_is_known_to_autoconfig_in_either_order(first):
+    code = f"{first}\nimport frankenstein_hf as f\nfrom transformers import AutoConfig"
+    modules_after(f"{code}\nassert type(AutoConfig.for_model('frankenstein')).__name__ == 'FrankensteinConfig'")
 
 
 @pytest.mark.parametrize(

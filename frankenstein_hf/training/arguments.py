@@ -19,13 +19,10 @@ from ..configuration.component import did_you_mean
 from ..configuration.configuration_frankenstein import FrankensteinConfig
 from ..data.conversations import TEMPLATES as CHAT_TEMPLATES
 from ..hub.cards import is_repo_id
+from .failures import BadInput
 from .help import print_help
 
 FILE_TYPES = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-
-
-class BadInput(ValueError):
-    """Something the user gave cannot work; found before anything was computed or written."""
 
 
 @dataclass

@@ -230,7 +230,7 @@ class EmbeddingRun(Run):
         modules = [body, Pooling(base.config.hidden_size, mode)]
         return SentenceTransformer(modules=modules, model_card_data=EmbeddingCardData())
 
-    def trainer(self, model: Any, train: Any, held_out: Any) -> SentenceTransformerTrainer:
+    def trainer(self, model: Any, train: Any, held_out: Any, **more: Any) -> SentenceTransformerTrainer:
         """sentence-transformers' trainer with the loss and the evaluators that fit the data."""
         self._describe_for_card(model)
         loss: Any = {

@@ -4,14 +4,22 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+from ..hub.foreign import one_line
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # torch and safetensors write in their own code and report the system's words, or only that writing failed
 NO_ROOM_WORDS = re.compile(r"No space left|[Qq]uota exceeded|File too large|os error (28|122|27)\b")
 WRITE_FAILED_WORDS = re.compile(r"PytorchStreamWriter failed|file write failed|unexpected pos|I/O error")
 LITTLE = 4 << 20  # bytes
+
+
+class BadInput(ValueError):
+    """Something the user gave cannot work; found before anything was computed or written."""
 
 
 class RunFailed(RuntimeError):
@@ -40,3 +48,24 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+def run_main(main: Callable[[], Any]) -> None:
+    """Run a program. What the user can do something about becomes one line on stderr.
+
+    The exit status is 2 for bad input, 1 for a failure from outside, 130 for Ctrl-C and 143 for SIGTERM.
+    """
+    name = Path(sys.argv[0]).name
+    try:
+        main()
+    except (BadInput, RunFailed) as error:
+        print(f"{name}: error: {one_line(error)}", file=sys.stderr)
+        raise SystemExit(2 if isinstance(error, BadInput) else 1) from None
+    except KeyboardInterrupt as error:
+        print("Interrupted.", file=sys.stderr)
+        raise SystemExit(143 if isinstance(error, Terminated) else 130) from None
+    except Exception as error:
+        if not no_room(error, ""):
+            raise
+        print(f"{name}: error: The disk (or the quota) is full: {one_line(error)}", file=sys.stderr)
+        raise SystemExit(1) from None

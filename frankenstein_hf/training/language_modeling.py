@@ -2,22 +2,54 @@
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedTokenizerBase, Trainer
 
 from ..data import conversations
 from ..data.baseline import unigram_loss
+from ..data.collators import CausalLMCollator, MaskedLMCollator, MaskRateSchedule, mask_once
 from ..data.conversations import pack_conversations
 from ..data.corpus import embedded_corpus
 from ..data.tokenization import pack
 from ..hub.foreign import Markdown
-from .arguments import BadInput, DataArguments, ModelArguments, ProgramArguments
+from .arguments import BadInput, CausalDataArguments, DataArguments, ModelArguments, ProgramArguments
 from .programs import Run, good
 from .recipe import continued_text, filled_mask
 from .sources import text_column
 
 MESSAGES = "messages"  # the column of conversations
+
+
+@dataclass
+class MaskingArguments:
+    """How many tokens are hidden."""
+
+    mask_rate: float = field(default=0.15, metadata={"help": "Share of the tokens to predict while training."})
+    final_mask_rate: float | None = field(
+        default=None, metadata={"help": "Move from --mask_rate to this rate over the training."}
+    )
+    mask_rate_shape: str = field(default="linear", metadata={"help": "How it moves: linear or cosine."})
+    eval_mask_rate: float = field(default=0.15, metadata={"help": "Share of the tokens to predict in evaluations."})
+    mask_replace_prob: float = field(default=0.8, metadata={"help": "Share of those that become the mask token."})
+    random_replace_prob: float = field(default=0.1, metadata={"help": "Share of those that become a random token."})
+
+    def check(self) -> None:
+        """Raise `BadInput` for rates out of range."""
+        for name in ("mask_rate", "final_mask_rate", "eval_mask_rate", "mask_replace_prob", "random_replace_prob"):
+            if (value := getattr(self, name)) is not None and not 0 <= value <= 1:
+                raise BadInput(f"--{name} {value} must be between 0 and 1.")
+        if self.mask_replace_prob + self.random_replace_prob > 1:
+            raise BadInput("--mask_replace_prob and --random_replace_prob must not add up to more than 1.")
+        if self.mask_rate_shape not in ("linear", "cosine"):
+            raise BadInput(f"--mask_rate_shape {self.mask_rate_shape!r} must be linear or cosine.")
+
+    def rate(self) -> float | MaskRateSchedule:
+        """The rate while training."""
+        if self.final_mask_rate is None:
+            return self.mask_rate
+        return MaskRateSchedule(self.mask_rate, self.final_mask_rate, self.mask_rate_shape)  # type: ignore[arg-type]
 
 
 class LanguageModelRun(Run):
@@ -155,3 +187,45 @@ class LanguageModelRun(Run):
         train: Any = trainer.train_dataset
         evaluation: Any = trainer.eval_dataset
         return {"loss": unigram_loss(train, evaluation, len(self.tokenizer), never)}
+
+
+class MaskedRun(LanguageModelRun):
+    """A run of masked language modelling."""
+
+    def __init__(
+        self,
+        model_args: ModelArguments,
+        data_args: DataArguments,
+        mask_args: MaskingArguments,
+        training_args: ProgramArguments,
+    ) -> None:
+        mask_args.check()
+        self.mask_args = mask_args
+        # logits at the labelled positions only: the same loss, for a fraction of the work (a label smoother wants all)
+        sparse = training_args.label_smoothing_factor == 0
+        super().__init__("mlm", model_args, data_args, training_args, sparse_prediction=sparse)
+
+    def trainer(self, model: Any, train: Any, held_out: Any) -> Trainer:
+        """transformers' own, hiding tokens anew in every epoch and the same ones in every evaluation."""
+        masks, seed, tokenizer = self.mask_args, self.args.seed, self.tokenizer
+        assert tokenizer is not None
+        collator = MaskedLMCollator(
+            tokenizer, masks.rate(), masks.mask_replace_prob, masks.random_replace_prob, seed=seed
+        )
+        with self.bars():
+            held_out = mask_once(held_out, collator, masks.eval_mask_rate, seed)
+        return super().trainer(model, train, held_out, data_collator=collator, callbacks=[collator.callback()])
+
+
+class CausalRun(LanguageModelRun):
+    """A run of causal language modelling."""
+
+    def __init__(
+        self, model_args: ModelArguments, data_args: CausalDataArguments, training_args: ProgramArguments
+    ) -> None:
+        super().__init__("clm", model_args, data_args, training_args)
+
+    def trainer(self, model: Any, train: Any, held_out: Any) -> Trainer:
+        """transformers' own."""
+        assert self.tokenizer is not None
+        return super().trainer(model, train, held_out, data_collator=CausalLMCollator(self.tokenizer))

@@ -38,7 +38,7 @@ from .checkpoints import (
     last_complete_checkpoint,
     save_atomically,
 )
-from .failures import RunFailed, Terminated, no_room
+from .failures import RunFailed, no_room
 from .lock import RunLock
 from .recipe import recipe
 from .results import LOSS_PICTURE, Results, draw_loss, loss_curve
@@ -285,7 +285,23 @@ class Run(abc.ABC):
         self.metrics["model"] = {"parameters": parameters, "layers": mixers, "vocab_size": config.vocab_size}
         self.say(f"Model:  {parameters:,} parameters, layers: {', '.join(mixers)}")
 
+    def trainer(self, model: Any, train: Any, held_out: Any, **more: Any) -> Trainer:
+        """What trains the model; `more` are further arguments of transformers' `Trainer`."""
+        return Trainer(
+            model=model,
+            args=self.args,
+            train_dataset=train,
+            eval_dataset=held_out,
+            processing_class=self.tokenizer,
+            **more,
+        )
+
     # ------------------------------------------------------------------ the run
+
+    def execute(self) -> dict[str, Any]:
+        """All of the run: data, model, training, results; see `train_and_evaluate`."""
+        _, train, held_out = self.prepare_data()
+        return self.train_and_evaluate(self.trainer(self.build_model(), train, held_out))
 
     def train_and_evaluate(self, trainer: Trainer) -> dict[str, Any]:
         """Evaluate, train, save, evaluate again, write `metrics.json`; returns what it holds.
@@ -517,24 +533,3 @@ def readable(name: str | None, read: Callable[[], Any], flag: str = "model_name_
             raise
         reason = " ".join(str(error).split())
         raise BadInput(f"Cannot read --{flag} {name}: {reason}") from error
-
-
-def run_main(main: Callable[[], Any]) -> None:
-    """Run a program. What the user can do something about becomes one line on stderr.
-
-    The exit status is 2 for bad input, 1 for a failure from outside, 130 for Ctrl-C and 143 for SIGTERM.
-    """
-    name = Path(sys.argv[0]).name
-    try:
-        main()
-    except (BadInput, RunFailed) as error:
-        print(f"{name}: error: {one_line(error)}", file=sys.stderr)
-        raise SystemExit(2 if isinstance(error, BadInput) else 1) from None
-    except KeyboardInterrupt as error:
-        print("Interrupted.", file=sys.stderr)
-        raise SystemExit(143 if isinstance(error, Terminated) else 130) from None
-    except Exception as error:
-        if not no_room(error, ""):
-            raise
-        print(f"{name}: error: The disk (or the quota) is full: {one_line(error)}", file=sys.stderr)
-        raise SystemExit(1) from None

@@ -23,7 +23,7 @@ from frankenstein_hf.data import train_tokenizer
 from frankenstein_hf.data.tokenization import words_begin_with_a_space
 from frankenstein_hf.training.arguments import BadInput
 from frankenstein_hf.training.classification import align
-from frankenstein_hf.training.programs import run_main
+from frankenstein_hf.training.failures import run_main
 
 GOOD, BAD = "bright kind lovely warm".split(), "cold cruel dull grim".split()  # noqa: SIM905
 ENTITIES = {"O": "the went to with".split(), "B-name": ["Ada", "Grace"], "I-name": ["Lovelace", "Hopper"]}  # noqa: SIM905

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, pipeline
 
 from frankenstein_hf.data.atomic import write_json
-from frankenstein_hf.training import callbacks, programs
+from frankenstein_hf.training import callbacks, failures, programs
 from frankenstein_hf.training.arguments import BadInput
 from frankenstein_hf.training.checkpoints import checkpoint_problem, last_complete_checkpoint, write_manifest
 
@@ -290,7 +290,7 @@ def test_bad_input_ends_a_program_with_one_line_and_a_status(capsys):
         raise BadInput("--block_size 0 must be at least 1.")
 
     with pytest.raises(SystemExit) as end:
-        programs.run_main(bad)
+        failures.run_main(bad)
     assert end.value.code == 2 and "error: --block_size 0" in capsys.readouterr().err
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from frankenstein_hf.data.atomic import write_json
-from frankenstein_hf.training import callbacks, programs
+from frankenstein_hf.training import callbacks, failures, programs
 from frankenstein_hf.training.arguments import BadInput
 from frankenstein_hf.training.checkpoints import MANIFEST, checkpoint_problem, clear_away, last_complete_checkpoint
 from frankenstein_hf.training.failures import RunFailed, Terminated, no_room
@@ -210,7 +210,7 @@ def test_the_exit_status_says_what_ended_a_program(error, status):
         raise error
 
     with pytest.raises(SystemExit) as end:
-        programs.run_main(main)
+        failures.run_main(main)
     assert end.value.code == status
 
 
