@@ -91,7 +91,7 @@ class ClassificationRun(Run):
         training_args.prediction_loss_only = False
         super().__init__(f"{data_args.task} classification", auto_class, model_args, data_args, training_args)
 
-    def trainer(self, model: Any, train: Any, held_out: Any) -> Trainer:
+    def trainer(self, model: Any, train: Any, held_out: Any, **more: Any) -> Trainer:
         """transformers' own, with the metrics of the labels."""
         return super().trainer(
             model,
@@ -100,6 +100,7 @@ class ClassificationRun(Run):
             data_collator=self.collator(),
             compute_metrics=self.compute_metrics,
             preprocess_logits_for_metrics=self.predictions,
+            **more,
         )
 
     @property

@@ -205,7 +205,7 @@ class MaskedRun(LanguageModelRun):
         sparse = training_args.label_smoothing_factor == 0
         super().__init__("mlm", model_args, data_args, training_args, sparse_prediction=sparse)
 
-    def trainer(self, model: Any, train: Any, held_out: Any) -> Trainer:
+    def trainer(self, model: Any, train: Any, held_out: Any, **more: Any) -> Trainer:
         """transformers' own, hiding tokens anew in every epoch and the same ones in every evaluation."""
         masks, seed, tokenizer = self.mask_args, self.args.seed, self.tokenizer
         assert tokenizer is not None
@@ -214,7 +214,7 @@ class MaskedRun(LanguageModelRun):
         )
         with self.bars():
             held_out = mask_once(held_out, collator, masks.eval_mask_rate, seed)
-        return super().trainer(model, train, held_out, data_collator=collator, callbacks=[collator.callback()])
+        return super().trainer(model, train, held_out, data_collator=collator, callbacks=[collator.callback()], **more)
 
 
 class CausalRun(LanguageModelRun):
@@ -225,7 +225,7 @@ class CausalRun(LanguageModelRun):
     ) -> None:
         super().__init__("clm", model_args, data_args, training_args)
 
-    def trainer(self, model: Any, train: Any, held_out: Any) -> Trainer:
+    def trainer(self, model: Any, train: Any, held_out: Any, **more: Any) -> Trainer:
         """transformers' own."""
         assert self.tokenizer is not None
-        return super().trainer(model, train, held_out, data_collator=CausalLMCollator(self.tokenizer))
+        return super().trainer(model, train, held_out, data_collator=CausalLMCollator(self.tokenizer), **more)

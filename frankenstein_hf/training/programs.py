@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, Tra
 
 from ..configuration.configuration_frankenstein import FrankensteinConfig
 from ..configuration.stack import FRANKENSTEIN_VERSION
-from ..data.atomic import write_json
+from ..data.atomic import write_json, write_text
 from ..data.tokenization import Objective, train_tokenizer
 from ..hub.cards import is_hub_name, render
 from ..hub.foreign import Markdown, one_line, python
@@ -65,6 +65,7 @@ class Run(abc.ABC):
         metrics: What `metrics.json` will hold.
         source: The data, once `read` was called.
         tokenizer: The tokenizer, once `make_tokenizer` was called.
+        leaves: Files, name -> text, that the output folder gets when the run begins.
         labels: Keys about labels, for the config of a new model and of one that is loaded.
 
     Raises:
@@ -111,6 +112,7 @@ class Run(abc.ABC):
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.source: Source | None = None
         self.metrics: dict[str, Any] = {}
+        self.leaves: dict[str, str] = {}
         self._start = time.monotonic()
         transformers.logging.set_verbosity(training_args.get_process_log_level())
 
@@ -347,6 +349,9 @@ class Run(abc.ABC):
                     (output / name).unlink(missing_ok=True)
             for line in clear_away(output):
                 self.say(line)
+        if args.process_index == 0:
+            for name, text in self.leaves.items():
+                write_text(output / name, text)
         if args.do_eval:
             self.metrics[self.baseline_name] = self.baseline(trainer)
             self.metrics["before"] = self.evaluate(trainer)
