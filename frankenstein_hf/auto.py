@@ -20,6 +20,7 @@ def register() -> None:
     after_import("transformers.modeling_utils", _register_attention)
     after_import("transformers.training_args", _connect_optimizers)
     after_import("transformers.trainer", _keep_cards)
+    after_import("transformers.cli.serving.model_manager", _let_serve)
     after_import("peft", _connect_peft)
 
 
@@ -73,6 +74,18 @@ def _keep_cards(trainer: ModuleType) -> None:
     from .hub.trainer import keep_our_cards
 
     keep_our_cards(trainer)
+
+
+def _let_serve(model_manager: ModuleType) -> None:
+    """`transformers serve` looks a model's class up by its name among those of transformers."""
+    import transformers
+
+    from .modeling.hub_bundle import HEADS
+
+    for reference in HEADS.values():
+        model_class = head_class(reference)
+        if not hasattr(transformers, model_class.__name__):
+            setattr(transformers, model_class.__name__, model_class)
 
 
 def _connect_peft(peft: ModuleType) -> None:

@@ -199,12 +199,16 @@ class StackConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """transformers' `from_dict`, where labels given as keywords replace all that the dict says about labels.
 
+        `dtype="auto"` as a keyword means the dtype of the weights, which is no property of a configuration.
+
         Raises:
             ValueError: The dict is of another model family, or has keys or values this one refuses.
         """
         config_dict = dict(config_dict)
         if new := {key: kwargs.pop(key) for key in LABEL_KEYS if kwargs.get(key) is not None}:
             config_dict = {key: value for key, value in config_dict.items() if key not in LABEL_KEYS} | new
+        if kwargs.get("dtype") == "auto":
+            del kwargs["dtype"]
         return super().from_dict(config_dict, **kwargs)
 
     def __post_init__(self, **kwargs: Any) -> None:

@@ -11,8 +11,9 @@ from ..configuration.component import did_you_mean
 # Arguments that only transformers' attention functions read; they pass through the context.
 KERNEL_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids")
 LOSS_KEYS = ("num_items_in_batch", "shift_labels")
-# What other models' tokenizers and transformers' own callers pass, and nothing here needs.
-IGNORED_KEYS = ("token_type_ids", "return_dict", "cache_position")
+# What other models' tokenizers and transformers' own callers pass, and nothing here needs. The tokenizer with which
+# `generate` looks for stop strings reaches the forward of models too.
+IGNORED_KEYS = ("token_type_ids", "return_dict", "cache_position", "tokenizer")
 # Known to heads and to the stack by name; for messages.
 NAMED_KEYS = (
     "input_ids", "attention_mask", "position_ids", "cache", "past_key_values", "inputs_embeds", "labels", "use_cache",

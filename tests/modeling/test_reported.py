@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import frankenstein_hf as fhf
+from frankenstein_hf.data import train_tokenizer
 
 from ..tiny import assert_near, tiny_config, tiny_model, tokens
 
@@ -88,6 +89,19 @@ def test_early_exit_drafting_equals_greedy_and_leaves_the_model_whole():
     expected = model.generate(x, **common)
     assert torch.equal(model.generate(x, assistant_early_exit=2, **common), expected)
     assert model.config.num_hidden_layers == 4
+
+
+def test_generate_stops_at_strings_and_takes_the_tokenizer_that_finds_them():
+    tokenizer = train_tokenizer(["abcdef ghij"] * 9, 300, "clm")
+    model, x = tiny_model(["gla", "swa"], vocab_size=len(tokenizer)), tokens(1, 4)
+    letter = tokenizer.convert_tokens_to_ids("a")
+
+    def insist(module, inputs, output):
+        output.logits[..., letter] = 1e4
+
+    model.register_forward_hook(insist)
+    written = model.generate(x, max_new_tokens=8, do_sample=False, stop_strings=["aaa"], tokenizer=tokenizer)
+    assert written[0, 4:].tolist() == [letter] * 3
 
 
 def test_generate_takes_token_type_ids():
