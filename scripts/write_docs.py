@@ -1,4 +1,4 @@
-"""Write what is generated from the registries: two lists in README.md, docs/mixers.md, components.md, optimizers.md.
+"""Write what is generated from the registries: lists in README.md, the catalogues in docs, the schema of recipes.
 
 python scripts/write_docs.py            # rewrite
 python scripts/write_docs.py --check    # exit 1 if something is out of date (a test does this)
@@ -21,6 +21,8 @@ from frankenstein_hf.configuration.configuration_frankenstein import Frankenstei
 from frankenstein_hf.configuration.registries import KINDS, MIXERS
 from frankenstein_hf.data.atomic import write_text
 from frankenstein_hf.optim.spec import COMMON_PARAMS, OPTIMIZERS, OptimizerParams, OptimizerSpec
+from frankenstein_hf.recipes.checking import FILE
+from frankenstein_hf.recipes.schema import as_text, schema
 
 ROOT = Path(__file__).resolve().parent.parent
 COSTS = ROOT / "docs" / "optimizer_costs.json"
@@ -265,6 +267,7 @@ def documents() -> dict[Path, str]:
         docs / "mixers.md": mixer_catalogue(),
         docs / "components.md": component_catalogue(),
         docs / "optimizers.md": optimizer_catalogue(),
+        ROOT / "frankenstein_hf" / "recipes" / FILE: as_text(schema()),
     }
 
 

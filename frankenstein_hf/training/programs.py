@@ -172,6 +172,7 @@ class Run(abc.ABC):
             "is_causal",
             "frankenstein_version",
             "dtype",
+            "use_cache",  # off while training
             *(f"{x}_token_id" for x in TOKEN_IDS),
         }
         names = [f.name for f in dataclasses.fields(FrankensteinConfig) if f.name in self.overrides]
