@@ -91,8 +91,9 @@ def test_circles_missing_parents_and_deep_chains_are_named(tmp_path):
     assert load(tmp_path / "4.yaml").values == {"task": "causal_lm"}
     with pytest.raises(BadRecipe, match="'modernbrt'; did you mean 'modernbert'"):
         load("modernbrt+nano")
-    with pytest.raises(BadRecipe, match=r"bert\.yaml is not available: "):
-        load("bert")
+    (tmp_path / "later.yaml").write_text("about: x\nunavailable: something is missing.\n")
+    with pytest.raises(BadRecipe, match=r"later\.yaml is not available: something is missing"):
+        load("later+nano", folders=[tmp_path])
     (tmp_path / "llama.yaml").write_text("task: masked_lm\n")
     assert load("llama", folders=[tmp_path]).values == {"task": "masked_lm"}
 
