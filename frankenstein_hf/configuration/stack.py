@@ -12,7 +12,6 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 from transformers.utils import logging
 
-from .activations import GATED_FORMS
 from .component import Chosen, ComponentSpec, MixerSpec, Params, Round
 from .keys import RUNTIME, fields_of, known_keys, read_pattern, unknown_key
 from .labels import LABEL_KEYS
@@ -212,7 +211,6 @@ class StackConfig(PreTrainedConfig):
         return super().from_dict(config_dict, **kwargs)
 
     def __post_init__(self, **kwargs: Any) -> None:
-        self._expand_forms()
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -236,18 +234,6 @@ class StackConfig(PreTrainedConfig):
         check_layer_types(kwargs.pop("layer_types", None), self.layer_types)
         super().__post_init__(**kwargs)
         self._check_together()
-
-    def _expand_forms(self) -> None:
-        """`hidden_act` may name a whole form of the feed-forward block."""
-        if self.hidden_act in GATED_FORMS:
-            if self.feed_forward != "gated":
-                raise ValueError(
-                    f"hidden_act={self.hidden_act!r} is a gated feed-forward block, but feed_forward="
-                    f"{self.feed_forward!r}; leave that out, or choose hidden_act={GATED_FORMS[self.hidden_act]!r}."
-                )
-            self.hidden_act = GATED_FORMS[self.hidden_act]
-        elif self.hidden_act == "maxout":
-            self.hidden_act, self.feed_forward = "identity", "maxout"
 
     def _upgrade(self, kwargs: dict[str, Any]) -> None:
         """Make a configuration of an earlier version say what it meant, here and in `kwargs["per_layer_config"]`."""

@@ -41,9 +41,11 @@ def read_arguments(cls: type, given: Mapping[str, Any], per_layer_keys: Iterable
         ValueError: A wrong type, value, or two keys that contradict each other.
     """
     values = dict(given)
+    if _is_form(values.get("hidden_act")):
+        _expand_form(values)
     together = {*LABEL_KEYS, "layer_types", "mixer_params", "model_type", "per_layer_config", "rope_parameters"}
     for key, value in values.items():
-        if key not in together and not (key == "hidden_act" and _is_form(value)):
+        if key not in together:
             check_key(cls, key, value)
     fields = fields_of(cls)
     if "layer_pattern" in values:
@@ -65,6 +67,17 @@ def read_arguments(cls: type, given: Mapping[str, Any], per_layer_keys: Iterable
 
 def _is_form(value: object) -> bool:
     return isinstance(value, str) and value in FORMS
+
+
+def _expand_form(values: dict[str, Any]) -> None:
+    """Write what a form of the feed-forward block, given as `hidden_act`, stands for."""
+    name = values["hidden_act"]
+    values["hidden_act"], form = FORMS[name]
+    if (given := values.setdefault("feed_forward", form)) != form:
+        raise ValueError(
+            f"hidden_act={name!r} is a {form} feed-forward block, but feed_forward={shown(given)}; leave that out, or "
+            f"choose hidden_act={values['hidden_act']!r}."
+        )
 
 
 def _are_mixers(types: object) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .tokenization import Packing, rows_of_pieces
+from .tokenization import Packing, fill_rows, map_to_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -145,16 +145,8 @@ def pack_conversations(
             ids, labels = (part[:block_size] for part in encode_conversation(tokenizer, messages))
             if any(label != -100 for label in labels[1:]):
                 pieces.append((ids, [-100, *labels[1:]]))  # nothing comes before the first token
-        if packing == "none":
-            return {"input_ids": [ids for ids, _ in pieces], "labels": [labels for _, labels in pieces]}
-        rows = rows_of_pieces([len(ids) for ids, _ in pieces], block_size)
-        return {
-            "input_ids": [[token for piece in row for token in pieces[piece][0]] for row in rows],
-            "labels": [[label for piece in row for label in pieces[piece][1]] for row in rows],
-            "position_ids": [[place for piece in row for place in range(len(pieces[piece][0]))] for row in rows],
-        }
+        columns = {"input_ids": [ids for ids, _ in pieces], "labels": [labels for _, labels in pieces]}
+        return columns if packing == "none" else fill_rows(columns, block_size)
 
-    packed = dataset.map(encode, batched=True, remove_columns=dataset.column_names, num_proc=num_proc, desc=description)
-    if len(packed) == 0:
-        raise ValueError(f"No answer of the assistant begins within {block_size} tokens; give a longer block_size.")
-    return packed
+    nothing = f"No answer of the assistant begins within {block_size} tokens; give a longer block_size."
+    return map_to_rows(dataset, encode, nothing, num_proc, description)

@@ -1,7 +1,7 @@
 """Training a small byte-level BPE tokenizer and turning text into training rows."""
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -156,12 +156,24 @@ def pack(
         else:  # every piece gets its own special tokens
             cut = {"truncation": True, "max_length": block_size, "return_overflowing_tokens": True}
             pieces = tokenizer(texts, **cut)["input_ids"]
-        return {"input_ids": pieces} if packing == "none" else _fill_rows(pieces, block_size)
+        return {"input_ids": pieces} if packing == "none" else fill_rows({"input_ids": pieces}, block_size)
 
-    packed = dataset.map(encode, batched=True, remove_columns=dataset.column_names, num_proc=num_proc, desc=description)
-    if len(packed) == 0:
-        raise ValueError(f"The text is shorter than one block of {block_size} tokens; give more or a smaller block.")
-    return packed
+    nothing = f"The text is shorter than one block of {block_size} tokens; give more or a smaller block."
+    return map_to_rows(dataset, encode, nothing, num_proc, description)
+
+
+def map_to_rows(
+    dataset: "Dataset",
+    encode: Callable[[dict[str, list[Any]]], dict[str, list[list[int]]]],
+    nothing: str,
+    num_proc: int | None,
+    description: str,
+) -> "Dataset":
+    """The rows that `encode` makes of batches. Raises ValueError with the words `nothing` where there are none."""
+    rows = dataset.map(encode, batched=True, remove_columns=dataset.column_names, num_proc=num_proc, desc=description)
+    if len(rows) == 0:
+        raise ValueError(nothing)
+    return rows
 
 
 def _starts(length: int, block_size: int) -> range:
@@ -181,9 +193,18 @@ def rows_of_pieces(lengths: Sequence[int], block_size: int) -> list[list[int]]:
     return rows
 
 
-def _fill_rows(pieces: list[list[int]], block_size: int) -> dict[str, list[list[int]]]:
+def fill_rows(columns: dict[str, list[list[int]]], block_size: int) -> dict[str, list[list[int]]]:
+    """Rows of at most `block_size` tokens that hold whole pieces, and `position_ids` that begin anew at each.
+
+    Args:
+        columns: "input_ids" and others beside them, a list a piece.
+    """
+    pieces = columns["input_ids"]
     rows = rows_of_pieces([len(piece) for piece in pieces], block_size)
+    filled = {
+        name: [[value for piece in row for value in values[piece]] for row in rows] for name, values in columns.items()
+    }
     return {
-        "input_ids": [[token for piece in row for token in pieces[piece]] for row in rows],
+        **filled,
         "position_ids": [[place for piece in row for place in range(len(pieces[piece]))] for row in rows],
     }

@@ -34,8 +34,9 @@ from .arguments import (
 )
 from .checkpoints import CARD
 from .embedding_metrics import NAMES, ROLES, evaluator, tf_idf
+from .failures import readable
 from .labels import number
-from .programs import Run, in_shell, readable
+from .programs import Run, in_shell
 from .results import Results
 from .sources import strings
 

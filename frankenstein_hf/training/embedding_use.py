@@ -11,7 +11,7 @@ from sentence_transformers.util import cos_sim, semantic_search
 from ..data.atomic import write_bytes, write_json
 from .arguments import BadInput, ModelArguments
 from .embedding import NUM_CLUSTERS, EmbeddingArguments, EmbeddingProgramArguments, is_sentence_transformer, load
-from .programs import readable
+from .failures import readable
 from .sources import read_files, strings, text_column
 
 

@@ -50,6 +50,27 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
+def good(make: Callable[[], Any]) -> Any:
+    """`make()`, its ValueErrors as `BadInput`."""
+    try:
+        return make()
+    except ValueError as error:
+        raise error if isinstance(error, BadInput) else BadInput(str(error)) from error
+
+
+def readable(name: str | None, read: Callable[[], Any], flag: str = "model_name_or_path") -> Any:
+    """`read()`, its errors as `BadInput` about the checkpoint called `name`, which was given as --`flag`."""
+    try:
+        return read()
+    except BadInput:
+        raise
+    except Exception as error:  # tokenizers and safetensors raise kinds of their own for damaged files
+        if no_room(error, ""):
+            raise
+        reason = " ".join(str(error).split())
+        raise BadInput(f"Cannot read --{flag} {name}: {reason}") from error
+
+
 def run_main(main: Callable[[], Any]) -> None:
     """Run a program. What the user can do something about becomes one line on stderr.
 

@@ -15,7 +15,8 @@ from ..data.corpus import embedded_corpus
 from ..data.tokenization import pack
 from ..hub.foreign import Markdown
 from .arguments import BadInput, CausalDataArguments, DataArguments, ModelArguments, ProgramArguments
-from .programs import Run, good
+from .failures import good
+from .programs import Run
 from .recipe import continued_text, filled_mask
 from .sources import text_column
 

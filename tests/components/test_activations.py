@@ -13,7 +13,7 @@ from frankenstein_hf.configuration.registries import ACTIVATIONS
 from frankenstein_hf.modeling.activations import make_activation
 from frankenstein_hf.modeling.rational import TARGETS, fitted, rational
 
-from ..tiny import assert_near, tiny_model, tokens
+from ..tiny import assert_near, tiny_config, tiny_model, tokens
 
 ALL = ACTIVATIONS.names()
 F = 6
@@ -238,3 +238,14 @@ def test_learned_activations_train_and_travel(name, tmp_path):
     model.eval().save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
     assert torch.equal(model(tokens(1, 5)).logits, again(tokens(1, 5)).logits)
+
+
+@pytest.mark.parametrize("name, act, form", [("swiglu", "silu", "gated"), ("maxout", "identity", "maxout")])
+def test_the_name_of_a_form_chooses_activation_and_block_and_contradicts_another_block(name, act, form):
+    config = tiny_config("swa", hidden_act=name)
+    assert (config.hidden_act, config.feed_forward) == (act, form)
+    config = tiny_config("swa", feed_forward="plain")
+    config.hidden_act = name
+    assert (config.hidden_act, config.feed_forward) == (act, form)
+    with pytest.raises(ValueError, match=f"hidden_act='{name}' is a {form} .*feed_forward='plain'"):
+        tiny_config("swa", hidden_act=name, feed_forward="plain")

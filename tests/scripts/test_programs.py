@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, pipeline
 
 from frankenstein_hf.data.atomic import write_json
-from frankenstein_hf.training import callbacks, failures, programs
+from frankenstein_hf.training import callbacks, failures, preparation
 from frankenstein_hf.training.arguments import BadInput
 from frankenstein_hf.training.checkpoints import checkpoint_problem, last_complete_checkpoint, write_manifest
 
@@ -201,7 +201,9 @@ def test_bad_input_is_named_before_anything_is_written(case, flags, tmp_path, mo
 
     changes, message = BAD[case]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(programs, "load_source", lambda *args, **reader: pytest.fail("data was read before the check"))
+    monkeypatch.setattr(
+        preparation, "load_source", lambda *args, **reader: pytest.fail("data was read before the check")
+    )
     before = sorted(tmp_path.iterdir())
     with pytest.raises(BadInput, match=message):
         run_clm.main(flags(**changes))

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from frankenstein_hf.data.atomic import write_json
-from frankenstein_hf.training import callbacks, failures, programs
+from frankenstein_hf.training import callbacks, failures, preparation
 from frankenstein_hf.training.arguments import BadInput
 from frankenstein_hf.training.checkpoints import MANIFEST, checkpoint_problem, clear_away, last_complete_checkpoint
 from frankenstein_hf.training.failures import RunFailed, Terminated, no_room
@@ -257,7 +257,7 @@ def test_full_disks_are_told_from_other_failures(error, expected, tmp_path):
 def test_a_folder_with_files_of_the_users_own_is_refused_before_training(used, again, monkeypatch):
     own = used / "modeling_layer.py"
     own.write_text("mine = 1\n")
-    monkeypatch.setattr(programs, "load_source", lambda *args, **reader: pytest.fail("work before the check"))
+    monkeypatch.setattr(preparation, "load_source", lambda *args, **reader: pytest.fail("work before the check"))
     with pytest.raises(BadInput, match=r"modeling_layer\.py.*Move or rename"):
         again()
     assert own.read_text() == "mine = 1\n"
