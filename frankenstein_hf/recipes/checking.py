@@ -57,10 +57,10 @@ class _Checker:
             found = [list(self.check(value, option, key)) for option in options]
             if all(found):
                 near = [list_ for list_, option in zip(found, options) if _of_type(value, option)]
-                yield from near[0] if near else [self._say(key, value, "must be " + " or ".join(map(_words, options)))]
+                yield from near[0] if near else [self._say(key, value, "must be " + " or ".join(map(words, options)))]
             return
         if not _of_type(value, schema):
-            yield self._say(key, value, f"must be {_words(schema)}")
+            yield self._say(key, value, f"must be {words(schema)}")
         elif "enum" in schema or "const" in schema:
             choices = schema.get("enum", [schema.get("const")])
             if not any(type(choice) is type(value) and choice == value for choice in choices):
@@ -71,7 +71,7 @@ class _Checker:
         elif isinstance(value, list):
             yield from self._list(value, schema, key)
         elif not isinstance(value, (str, bool)) and not _inside(value, schema):
-            yield self._say(key, value, f"must be {_words(schema)}")
+            yield self._say(key, value, f"must be {words(schema)}")
 
     def _resolved(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
         while "$ref" in schema:
@@ -115,8 +115,8 @@ class _Checker:
 
     # ------------------------------------------------------------------ words
 
-    def _say(self, key: Key, value: Any, words: str, end: str = ".") -> str:
-        return f"{self.document.place(key)}: {dotted(key)}={shown(value)} {words}{end}"
+    def _say(self, key: Key, value: Any, what: str, end: str = ".") -> str:
+        return f"{self.document.place(key)}: {dotted(key)}={shown(value)} {what}{end}"
 
     def _unknown(self, name: Hashable, value: Any, allowed: set[str], key: Key) -> str:
         place, full = self.document.place((*key, name)), dotted((*key, name))
@@ -159,7 +159,8 @@ def _inside(value: float, schema: Mapping[str, Any]) -> bool:
     return all(holds(value, schema[name]) for name, (_, holds) in _LIMITS.items() if name in schema)
 
 
-def _words(schema: Mapping[str, Any]) -> str:
+def words(schema: Mapping[str, Any]) -> str:
+    """What a value has to be, such as "a whole number ≥ 1"."""
     if "enum" in schema:
         return "one of " + ", ".join(map(str, schema["enum"]))
     limits = " and ".join(f"{sign} {schema[name]:g}" for name, (sign, _) in _LIMITS.items() if name in schema)

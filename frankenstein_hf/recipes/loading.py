@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -26,6 +27,8 @@ from .reading import (
 RESOLVED, WRITTEN = "recipe.resolved.yaml", "recipe.yaml"
 MOST_LEVELS = 5
 ENDINGS = (".yaml", ".yml", ".json")
+# The output folder of runs that are built to look at them; nothing is ever written there.
+NOWHERE = str(Path(tempfile.gettempdir()) / "frankenstein_hf-writes-nothing-here")
 
 
 @dataclass

@@ -1,0 +1,5 @@
+"""`python -m frankenstein_hf.commands`, the command `frankenstein`."""
+
+from .app import main
+
+main()
