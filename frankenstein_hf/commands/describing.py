@@ -17,7 +17,7 @@ from ..configuration.registries import MIXERS
 from ..optim import describe_groups
 from ..optim.grouping import classify
 from ..recipes.loading import ENDINGS, NOWHERE
-from ..training.programs import readable
+from ..training.failures import readable
 
 LENGTHS = (1024, 32768)
 

@@ -37,7 +37,7 @@ def _pipeline(task: Any, model: str, trust: bool) -> Any:
 
     import frankenstein_hf  # noqa: F401  (registers the models)
 
-    from ..training.programs import readable
+    from ..training.failures import readable
 
     return readable(model, lambda: pipeline(task, model=model, trust_remote_code=trust), "MODEL")
 
@@ -46,7 +46,7 @@ def _kind(model: str, trust: bool) -> str:
     """What transformers' pipelines call what the model does."""
     from transformers import AutoConfig
 
-    from ..training.programs import readable
+    from ..training.failures import readable
 
     config = readable(model, lambda: AutoConfig.from_pretrained(model, trust_remote_code=trust), "MODEL")
     heads = {
