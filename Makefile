@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 $(STAMP_ALL): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,triton,peft,plots,embeddings,eval]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,triton,peft,plots,embeddings,eval,quantization,trl]"
 	@touch $@
 
 demo: $(STAMP)

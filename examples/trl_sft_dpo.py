@@ -1,7 +1,7 @@
 """Teach a small model to answer, then which answers are preferred: python examples/trl_sft_dpo.py [folder] [steps]
 
 Supervised fine-tuning with packing and preference optimisation (DPO) are TRL's. Packed conversations do not see each
-other, whatever the mixer, so `packing=True` needs no flash attention. Needs `pip install trl`.
+other, whatever the mixer, so `packing=True` needs no flash attention. Needs the extra "trl".
 """
 
 import sys
