@@ -8,6 +8,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -87,4 +88,5 @@ def show(value: Any, as_json: bool, text: str) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False, default=str) if as_json else text, flush=True)
 
 
-from . import listing, making, training, using  # noqa: E402, F401  (they add their subcommands)
+for module in ("listing", "making", "training", "using"):  # they add their subcommands
+    import_module(f".{module}", __package__)

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from ..training.failures import BadInput
-from .app import CheckFailed, app
+from .app import CheckFailed, JsonOption, app, show
 
 
 class What(StrEnum):
@@ -78,3 +78,29 @@ def test(
         call = [sys.executable, "-m", "pytest", *command]
     if subprocess.run(call, cwd=root, check=False).returncode:
         raise CheckFailed(f"{name} does not keep the contract.")
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(help="A YAML or JSON file of the Frankenstein Transformer toolkit.")],
+    output: Annotated[Path | None, typer.Option(help="The recipe to write; by default NAME.recipe.yaml.")] = None,
+    allow_loss: Annotated[bool, typer.Option("--allow-loss", help="Write it though something is impossible.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Turn a file of the toolkit into a recipe, and say what became of every key."""
+    from ..recipes.importing import import_toolkit
+    from ..recipes.reading import read_file, written
+
+    text = read_file(file).text
+    found = import_toolkit(text, str(file))
+    show([row._asdict() for row in found.rows], as_json, found.table())
+    if found.lost and not allow_loss:
+        keys = ", ".join(row.key for row in found.lost)
+        raise CheckFailed(f"nothing was written, since {keys} would be lost; --allow-loss writes the rest.")
+    target = output or file.with_name(f"{file.stem}.recipe.yaml")
+    if target.exists():
+        raise CheckFailed(f"{target} exists already and would be lost; choose another --output.")
+    from ..data.atomic import write_text
+
+    write_text(target, written({"format": 1, "about": f"Imported from {file.name}", **found.recipe}))
+    print(f"wrote {target}", file=sys.stderr)
