@@ -41,7 +41,7 @@ DROPPED = {
     r"training\.(max_nan_retries|inf_post_clip_threshold|nan_check_interval)": (
         "the optimizer leaves out gradients that are not finite, and counts them"
     ),
-    r"training\.(gpu_\w+|nvml_\w+|switch_on_thermal)": "the temperature of a machine is no business of a training library",
+    r"training\.(gpu_\w+|nvml_\w+|switch_on_thermal)": "the temperature of a machine is not its business",
     r"training\.(cache_dir|num_workers|dataset_batch_size|prefer_local_cache|stream_local_parquet)": (
         "`datasets` decides it"
     ),
