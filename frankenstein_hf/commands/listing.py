@@ -11,11 +11,11 @@ import typer
 
 from .. import recipes
 from ..configuration.values import did_you_mean
+from ..recipes.plugins import installed
 from ..training.failures import BadInput
 from ..training.tasks import PROGRAMS, TASKS
 from .app import JsonOption, RecipesOption, app, show
 
-PLUGINS = "frankenstein_hf.plugins"  # the group of entry points
 EXTRAS = {
     "classification": ("sklearn", "nervaluate"),
     "embeddings": ("sentence_transformers",),
@@ -62,9 +62,9 @@ def _found(kind: str, folders: list[Any]) -> dict[str, dict[str, Any]]:
             for name, task in TASKS.items()
         }
     if kind == "plugins":
-        points = metadata.entry_points(group=PLUGINS)
         return {
-            point.name: {"summary": f"{point.value} of {point.dist.name if point.dist else '?'}"} for point in points
+            name: {"summary": f"{point.value} of {point.dist.name if point.dist else '?'}"}
+            for name, point in installed().items()
         }
     return recipes.installed_schema()["x-parts"][kind]
 

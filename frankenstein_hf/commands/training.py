@@ -149,8 +149,11 @@ def schema(
 ) -> None:
     """Print the JSON Schema of recipes, for editors."""
     if installed:
+        from ..recipes.plugins import installed as plugins
+        from ..recipes.plugins import load_plugins
         from ..recipes.schema import schema as made
 
+        load_plugins({point.dist.name for point in plugins().values() if point.dist})
         print(json.dumps(made(), indent=1, ensure_ascii=False))
     else:
         print(json.dumps(recipes.installed_schema(), indent=1, ensure_ascii=False))

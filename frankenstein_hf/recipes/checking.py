@@ -38,9 +38,22 @@ def installed_schema() -> dict[str, Any]:
     return json.loads((resources.files(__package__) / FILE).read_text(encoding="utf-8"))
 
 
-def problems(document: Document, schema: dict[str, Any] | None = None) -> list[str]:
-    """Everything the schema finds wrong, a line each, with file, line and column."""
-    checker = _Checker(document, schema or installed_schema())
+def problems(document: Document) -> list[str]:
+    """Everything the schema finds wrong, a line each, with file, line and column.
+
+    Plugins that the recipe names register their parts first, and the schema is made anew with these.
+
+    Raises:
+        BadInput: A plugin cannot be used.
+    """
+    schema, plugins = installed_schema(), document.values.get("plugins")
+    if isinstance(plugins, list) and all(isinstance(name, str) for name in plugins) and plugins:
+        from .plugins import load_plugins
+        from .schema import schema as made
+
+        load_plugins(plugins)
+        schema = made()
+    checker = _Checker(document, schema)
     return list(checker.check(document.values, checker.schema, ()))
 
 
