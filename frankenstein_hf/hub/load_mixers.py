@@ -10,6 +10,7 @@ from huggingface_hub import snapshot_download
 from transformers.utils import HF_MODULES_CACHE
 
 from ..components import register_mixer
+from ..data.atomic import write_text
 from .flat import PACKAGE, PARTS, ROOT, flat_name
 from .own_mixers import FOLDER, PUBLIC
 
@@ -26,7 +27,8 @@ def load_mixers(checkpoint: str, *, revision: str | None = None, trust_remote_co
         Names of the mixers.
 
     Raises:
-        ValueError: trust_remote_code is not True, or the name is taken by another mixer.
+        ValueError: trust_remote_code is not True, the name is taken by another mixer, or a file needs a module of this
+            package that this version does not have.
     """
     prefix = "_".join(FOLDER)
     folder = Path(checkpoint)
@@ -46,17 +48,20 @@ def _register(path: Path, name: str) -> list[str]:
     text = path.read_text(encoding="utf-8")
     body, _, ending = text.partition(f"\nfrom .{flat_name(PUBLIC)} import carried")
     modules = (file.relative_to(ROOT).with_suffix("").parts for part in PARTS for file in (ROOT / part).rglob("*.py"))
-    dotted = {flat_name(module): ".".join((PACKAGE, *module)) for module in modules} | {flat_name(PUBLIC): PACKAGE}
-    body = re.sub(
-        r"^(\s*from\s+)\.(\w+)(\s+import\b)",
-        lambda line: f"{line[1]}{dotted.get(line[2], f'.{line[2]}')}{line[3]}",
-        body,
-        flags=re.M,
-    )
+    homes = {flat_name(module): ".".join((PACKAGE, *module)) for module in modules} | {flat_name(PUBLIC): PACKAGE}
+
+    def absolute(line: re.Match[str]) -> str:
+        if line[2] not in homes:
+            raise ValueError(
+                f"{path} imports {line[2]}, which this version of frankenstein_hf does not have. Register the mixer "
+                "from its own file, or load the checkpoint where the package is not installed."
+            )
+        return f"{line[1]}{homes[line[2]]}{line[3]}"
+
+    body = re.sub(r"^(\s*from\s+)\.(\w+)(\s+import\b)", absolute, body, flags=re.M)
     digest = hashlib.sha256(body.encode()).hexdigest()[:16]
     file = Path(HF_MODULES_CACHE) / "frankenstein_mixers" / digest / f"{name}.py"  # a file: it can travel again
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(body.rstrip() + "\n", encoding="utf-8")
+    write_text(file, body.rstrip() + "\n")
     qualified = f"frankenstein_mixers_{digest}_{name}"
     if qualified not in sys.modules:
         found = importlib.util.spec_from_file_location(qualified, file)

@@ -118,6 +118,13 @@ def test_two_files_of_one_name_are_refused_and_two_mixers_of_one_file_are_not(tm
         model = fhf.FrankensteinModel.from_pretrained(tmp_path / "out")
         x = torch.ones(1, 2, dtype=torch.long)
         assert torch.isfinite(model(x).last_hidden_state).all()
+    own = tmp_path / "out" / "modeling_own_both.py"
+    own.write_text(f"from .modeling_ops_former import x\n{own.read_text()}")
+    with (
+        registering(),
+        pytest.raises(ValueError, match=r"modeling_own_both.py imports modeling_ops_former, which this"),
+    ):
+        fhf.load_mixers(str(tmp_path / "out"), trust_remote_code=True)
     fhf.FrankensteinModel(tiny_config("gla")).save_pretrained(tmp_path / "out")  # and are cleared away like all others
     assert not {"modeling_own_both.py", "modeling_public.py"} & set(bundle_files(tmp_path / "out"))
 
