@@ -107,10 +107,10 @@ class Preparation(abc.ABC):
             return None
 
     def _check_code(self) -> None:
-        """Files of the output folder that saving would replace are found before the training, not after it."""
+        """What saving would refuse (files it would replace, code that cannot travel) is found before the training."""
         output, known = Path(self.args.output_dir or ""), self.model_args.model_name_or_path
         config = self.pretrained_config if known else self._config(self.model_args.vocab_size)
-        if not self.args.do_train or not output.is_dir() or not isinstance(config, FrankensteinConfig):
+        if not self.args.do_train or not isinstance(config, FrankensteinConfig):
             return
         good(lambda: refuse_foreign(output, bundle_for(config)))
 

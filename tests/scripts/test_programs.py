@@ -10,11 +10,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, pipeline
 
+import frankenstein_hf as fhf
 from frankenstein_hf.data.atomic import write_json
 from frankenstein_hf.training import callbacks, failures, preparation
 from frankenstein_hf.training.arguments import BadInput
 from frankenstein_hf.training.checkpoints import checkpoint_problem, last_complete_checkpoint, write_manifest
 
+from ..hub.own import registering
 from .conftest import TINY
 
 
@@ -379,3 +381,13 @@ def test_there_are_about_fifty_losses_whatever_the_length(flags):
 
     metrics = run_clm.main(flags(max_steps=120, save_steps=500, vocab_size=260))
     assert 40 <= len(metrics["curve"]["train"]) <= 60
+
+
+def test_a_mixer_whose_code_cannot_travel_is_found_before_anything_is_written(program, flags, tmp_path, monkeypatch):
+    monkeypatch.setattr(preparation, "load_source", lambda *args, **reader: pytest.fail("data was read too early"))
+    spec = fhf.MixerSpec(name="somebodys", family="test", summary="Nothing.", reference="none")
+    with registering():
+        fhf.register_mixer(spec, type("Identity", (fhf.Mixer,), {}))
+        with pytest.raises(BadInput, match="'somebodys' cannot travel"):
+            program.main(flags(layer_pattern="somebodys"))
+    assert not (tmp_path / "out").exists()
