@@ -1,9 +1,15 @@
 """Looking components up, and adding one's own."""
 
+import sys
+from pathlib import Path
+
 from .configuration.component import MixerSpec
 from .configuration.registries import MIXERS
 from .modeling.implementations import implementation, register_implementation
 from .modeling.mixers.base import Mixer
+
+# Files of registered mixers by module, as they were: one that is edited while a model trains must not replace its code.
+SOURCES: dict[str, bytes] = {}
 
 
 def list_mixers(family: str | None = None) -> list[str]:
@@ -46,3 +52,6 @@ def register_mixer(spec: MixerSpec, cls: type[Mixer]) -> None:
         raise ValueError(f"A mixer named {spec.name!r} is registered already; choose another name.")
     MIXERS.register(spec)
     register_implementation(spec, cls)
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    if file is not None and cls.__module__ not in SOURCES and Path(file).is_file():
+        SOURCES[cls.__module__] = Path(file).read_bytes()

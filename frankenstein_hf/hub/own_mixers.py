@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+from ..components import SOURCES
 from ..configuration.component import ComponentSpec, MixerSpec
 from ..modeling.implementations import implementation
 from .flat import PACKAGE, PARTS, ROOT, Module
@@ -69,7 +70,7 @@ def pack_own(specs: Iterable[ComponentSpec]) -> Own:
         try:
             module, path = _home(spec, cls)
             if path not in texts:
-                texts[path], taken = _relative(path)
+                texts[path], taken = _relative(path, SOURCES[cls.__module__])
                 names |= taken
             if twin := next((other for other in texts if other.stem == path.stem and other != path), None):
                 raise ValueError(f"{twin} has the same name; rename one of the files")
@@ -103,7 +104,7 @@ def _home(spec: ComponentSpec, cls: type) -> tuple[ModuleType, Path]:
     """The module that defines a mixer's class, and its file."""
     module = sys.modules.get(cls.__module__)
     file = getattr(module, "__file__", None)
-    if cls.__module__ == "__main__" or module is None or file is None or not Path(file).is_file():
+    if cls.__module__ == "__main__" or module is None or file is None or cls.__module__ not in SOURCES:
         raise ValueError(
             f"{cls.__name__} is defined in the program itself or in a notebook; put the class and its MixerSpec into a "
             "file of their own and import it"
@@ -124,13 +125,13 @@ def public_homes() -> dict[str, str]:
     return {**homes, "register_mixer": ""}
 
 
-def _relative(path: Path) -> tuple[str, set[str]]:
+def _relative(path: Path, source: bytes) -> tuple[str, set[str]]:
     """A file's text with its imports of this package as they would be in `FOLDER`, and what it takes from the top.
 
     Raises:
         ValueError: It needs something that does not travel.
     """
-    text = path.read_text(encoding="utf-8")
+    text = source.decode("utf-8").replace("\r\n", "\n")
     lines = text.split("\n")  # as ast counts them
     taken: set[str] = set()
     for node in ast.walk(ast.parse(text)):

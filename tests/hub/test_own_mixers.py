@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import frankenstein_hf as fhf
+from frankenstein_hf import components
 from frankenstein_hf.hub.own_mixers import pack_own, public_homes
 from frankenstein_hf.modeling.hub_bundle import bundle_files
 from tests.hub.own import own_mixer, registering
@@ -56,14 +57,16 @@ def written(path, text):
         ("SPEC = MixerSpec", "register_mixer(MixerSpec", "no variable of mine.py holds its MixerSpec"),
     ],
 )
-def test_a_file_that_needs_more_is_refused_with_the_reason_before_anything_is_written(before, after, reason, tmp_path):
+def test_a_file_that_needs_more_is_refused_with_the_reason_before_anything_is_written(
+    before, after, reason, tmp_path, monkeypatch
+):
     text = PLAIN.replace(before, after) if before else PLAIN
     if before.startswith("SPEC"):
         text = text.replace('reference="none")\nregister_mixer(SPEC, Doubler)', 'reference="none"), Doubler)')
     path = written(tmp_path / "mine.py", text)
-    with own_mixer(path):
-        if not before:
-            path.write_text(PLAIN + after + "\n")  # what was imported is not run here: it might not exist
+    with own_mixer(path) as module:
+        if not before:  # what it says it needs is not run here: it might not exist
+            monkeypatch.setitem(components.SOURCES, module.__name__, f"{PLAIN}{after}\n".encode())
         model = model_with("doubler")
         with pytest.raises(ValueError, match=reason) as error:
             model.save_pretrained(tmp_path / "out")
@@ -127,6 +130,17 @@ def test_two_files_of_one_name_are_refused_and_two_mixers_of_one_file_are_not(tm
         fhf.load_mixers(str(tmp_path / "out"), trust_remote_code=True)
     fhf.FrankensteinModel(tiny_config("gla")).save_pretrained(tmp_path / "out")  # and are cleared away like all others
     assert not {"modeling_own_both.py", "modeling_public.py"} & set(bundle_files(tmp_path / "out"))
+
+
+def test_the_code_that_runs_travels_whatever_becomes_of_its_file(tmp_path):
+    path = written(tmp_path / "mine.py", PLAIN)
+    with own_mixer(path):
+        path.write_text(PLAIN.replace("2 *", "3 *"))  # while a model trains
+        model_with("doubler").save_pretrained(tmp_path / "one")
+        path.unlink()
+        model_with("doubler").save_pretrained(tmp_path / "two")
+    for name in ("one", "two"):
+        assert "return 2 * hidden_states" in (tmp_path / name / "modeling_own_mine.py").read_text()
 
 
 def test_every_public_name_that_travels_is_one_of_a_travelling_module():
