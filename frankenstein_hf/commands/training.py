@@ -77,7 +77,7 @@ def _results(metrics: dict[str, Any], output: Path) -> str:
     for moment in ("before", "after", baseline):
         if moment in metrics:
             words = ", ".join(f"{key} {value:.4g}" for key, value in metrics[moment].items())
-            lines.append(f"{moment:<9} {words}")
+            lines.append(f"{moment if 'after' in metrics or moment == baseline else 'held out':<9} {words}")
     return "\n".join(lines)
 
 

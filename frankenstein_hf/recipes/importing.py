@@ -188,7 +188,7 @@ class _Importer:
             for size in range(1, len(names) + 1)
             if len(names) % size == 0 and names == names[:size] * (len(names) // size)
         )
-        words = "; ".join(f"{name} is {OTHER_FUNCTIONS[name]}, so weights do not carry over" for name in notes)
+        words = "; ".join(f"{name}: {OTHER_FUNCTIONS[name]}, so weights do not carry over" for name in notes)
         self._take(key, value, "model.layer_pattern", names[:period], words)
 
     def _mixer(self, key: str, value: Any, mixer: str, name: str) -> None:
@@ -366,7 +366,7 @@ class _Importer:
         fits = {"algorithm": "bpe", "pre_tokenizer": "bytelevel", "lowercase": False, "strip_accents": False}
         fits |= {"max_token_length": 0}
         if value == fits.get(key.rpartition(".")[2]):
-            return self._row(key, value, "dropped", note="what is trained here is byte-level BPE")
+            return self._row(key, value, "kept", note="what is trained here is byte-level BPE")
         return self._row(key, value, "impossible", note="what is trained here is byte-level BPE")
 
     def _said(self, key: str, value: Any) -> None:

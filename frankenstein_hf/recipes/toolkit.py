@@ -53,11 +53,11 @@ DROPPED = {
 }
 # Functions with the same name that compute something else there.
 OTHER_FUNCTIONS = {
-    "mamba": "a linear map there",
-    "titan": "plain attention there",
-    "titan_attn": "plain attention there",
+    "mamba": "it is a linear map there",
+    "titan": "it is plain attention there",
+    "titan_attn": "it is plain attention there",
     "gla": "the gate is on the wrong axis there",
-    "deltanet": "an element-wise delta there",
+    "deltanet": "the delta is element-wise there",
 }
 # The toolkit's defaults that differ from ours, where the key is absent; () for a key that no file of ours can have.
 DEFAULTS: dict[str, Any] = {
