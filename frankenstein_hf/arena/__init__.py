@@ -1,0 +1,1 @@
+"""The arena: campaigns that compare architectures. So far its statistics; planning and running come with it."""
