@@ -173,7 +173,7 @@ def embed(
 
 @app.command()
 def compare(
-    models: Annotated[list[str], typer.Argument(help="Folders of finished runs, the first one is the reference.")],
+    models: Annotated[list[str], typer.Argument(help="Runs, first the reference; seeds of one joined by commas.")],
     recipe: Annotated[str | None, typer.Option(help="Whose held-out data; by default that of the first run.")] = None,
     fail_if_worse: Annotated[
         float | None, typer.Option(help="Exit with 3 if a later model is surely worse than the first by more.")

@@ -125,6 +125,10 @@ def test_a_newcomer_trains_evaluates_describes_and_compares(tmp_path, text, caps
     assert rows[1]["low"] <= rows[1]["difference"] <= rows[1]["high"] and rows[1]["difference"] != 0
     assert rows[0]["score"] == pytest.approx(metrics["after"]["loss"], rel=0.02)
     assert run(capsys, "compare", first, "other", "--fail-if-worse", "-1")[0] == 3
+    seeds = ["training.seed=7", "training.output_dir=again"]
+    assert run(capsys, "train", "hybrid+nano", *common, *seeds)[0] == 0
+    status, _, err = run(capsys, "compare", first, "again")  # which held out other rows of the file
+    assert status == 2 and "again held out other rows of the same data" in err
 
     status, out, _ = run(capsys, "generate", first, "Paragraph", "--max-new-tokens", "3", "--json")
     assert status == 0 and json.loads(out)[0]["prompt"] == "Paragraph"
@@ -132,6 +136,24 @@ def test_a_newcomer_trains_evaluates_describes_and_compares(tmp_path, text, caps
     assert status == 0 and "model.safetensors" in json.loads(out)["files"]
     assert run(capsys, "push", first, "--repo-id", "me/model")[0] == 3  # nobody is there to say yes
     assert run(capsys, "predict", first, "x")[0] == 2
+
+
+def test_runs_from_several_seeds_are_compared_by_seeds_and_rows(tmp_path, text, capsys, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text("\n\n".join(f"Paragraph {i} says that {i} foxes sleep." for i in range(100, 120)))
+    common = [f"data.train_file={text}", f"data.validation_file={held_out}", *NANO]
+    for name, pattern in (("a", "[swa]"), ("b", "[gla]")):
+        for seed in (1, 2):
+            own = [f"training.seed={seed}", f"training.output_dir={name}{seed}", f"model.layer_pattern={pattern}"]
+            assert run(capsys, "train", "hybrid+nano", *common, *own)[0] == 0
+    status, out, err = run(capsys, "compare", "a1,a2", "b1,b2", "--json")
+    assert status == 0, err
+    found = json.loads(out)
+    row = found["models"][1]
+    assert row["low"] < row["difference"] < row["high"] and row["dominant"] in ("seeds", "items")
+    assert set(found["perhaps_best"]) <= {"a1,a2", "b1,b2"} and found["perhaps_best"]
+    assert run(capsys, "compare", "a1,a2", "b1")[0] == 2
 
 
 def test_what_is_begun_is_written_once_and_its_test_fails_until_it_is_written(tmp_path, capsys):
