@@ -8,6 +8,7 @@ import pytest
 
 from frankenstein_hf import recipes
 from frankenstein_hf.commands.app import app, status_of
+from frankenstein_hf.training.failures import RunFailed, Terminated
 
 from ..scripts.conftest import _own_caches, text  # noqa: F401
 
@@ -83,6 +84,19 @@ def test_bad_input_gives_status_two_and_a_line_for_each_problem(tmp_path, capsys
         assert "Traceback" not in err
     status, out, _ = run(capsys, "validate", file, "--json")
     assert status == 2 and len(json.loads(out)["problems"]) == 2
+
+
+@pytest.mark.parametrize(
+    "error, status", [(KeyboardInterrupt(), 130), (Terminated(), 143), (RunFailed("the disk is full"), 1)]
+)
+def test_what_ends_a_run_from_outside_decides_the_status(error, status, capsys, monkeypatch, tmp_path):
+    def end(recipe):
+        raise error
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(recipes, "run", end)
+    found, out, err = run(capsys, "train", "hybrid+nano")
+    assert (found, out) == (status, "") and len(err.splitlines()) == 1
 
 
 def test_a_newcomer_trains_evaluates_describes_and_compares(tmp_path, text, capsys, monkeypatch):  # noqa: F811

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from frankenstein_hf import recipes
+from frankenstein_hf.commands.app import status_of
 from frankenstein_hf.configuration.configuration_frankenstein import FrankensteinConfig
 from frankenstein_hf.recipes import RESOLVED, WRITTEN, BadRecipe, load, presets, validate
 from frankenstein_hf.recipes.building import same_data
@@ -56,8 +57,32 @@ FLAGS = {
 }
 
 
+def use_it(task, out, tmp_path, capsys):
+    """The commands for a model of this task."""
+    capsys.readouterr()
+    if task == "sentence_embedding":
+        texts = tmp_path / "texts.txt"
+        texts.write_text("open a file\nclose a file\nsing a song\n")
+        common = ["--file", str(texts), "--output-dir", str(tmp_path / "used"), "--json"]
+        for use, more in (("encode", []), ("similarity", []), ("cluster", ["--num-clusters", "2"])):
+            assert status_of(["embed", use, str(out), *common, *more]) == 0
+            found = json.loads(capsys.readouterr().out)
+            assert len(found["labels"] if use == "cluster" else found) == 3
+        assert (
+            status_of(["embed", "search", str(out), "a song", "--corpus", str(texts), "--top-k", "1", *common[2:]]) == 0
+        )
+        assert json.loads(capsys.readouterr().out)[0]["hits"][0]["text"] in texts.read_text()
+        assert status_of(["embed", "search", str(out), "a song"]) == 2
+    elif task != "causal_lm":
+        given = "Paragraph [MASK] says" if task == "masked_lm" else "0 0 5 13"
+        assert status_of(["predict", str(out), given, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)[0]["text"] == given
+        assert status_of(["predict", str(out), given]) == 0
+        assert capsys.readouterr().out.startswith(f"{given}\t")
+
+
 @pytest.mark.parametrize("task", FLAGS)
-def test_a_recipe_does_what_flags_do_and_resolved_repeats_it(task, tmp_path, text):  # noqa: F811
+def test_a_recipe_does_what_flags_do_and_resolved_repeats_it(task, tmp_path, text, capsys):  # noqa: F811
     sections, own_flags = FLAGS[task]
     file = text if task.endswith("_lm") else None
     optimizer = {"name": "muon", "lr": 0.01, "groups": {"embeddings": {"lr": 0.003}}}
@@ -86,6 +111,7 @@ def test_a_recipe_does_what_flags_do_and_resolved_repeats_it(task, tmp_path, tex
     first["training"]["output_dir"] = second["training"]["output_dir"]
     assert first == second
 
+    use_it(task, out, tmp_path, capsys)
     if task == "masked_lm":
         evaluated = recipes.evaluate(load(out), out, tmp_path / "evaluated")
         assert evaluated["before"] == by_recipe["after"]
