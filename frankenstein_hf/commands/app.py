@@ -40,6 +40,10 @@ class CheckFailed(Exception):
     """Something would be lost, or a check did not hold; exit status 3."""
 
 
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM, kept from typer, which would make the same status of both."""
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; ends the process."""
     raise SystemExit(status_of(argv))
@@ -56,9 +60,9 @@ def status_of(argv: Sequence[str] | None = None) -> int:
         return _say(str(error).splitlines(), 3)
     except RunFailed as error:
         return _say([str(error)], 1)
-    except KeyboardInterrupt as error:
-        return _say(["interrupted."], 143 if isinstance(error, Terminated) else 130)
-    except click.Abort:
+    except Interrupted as error:
+        return _say(["interrupted."], 143 if isinstance(error.__cause__, Terminated) else 130)
+    except (KeyboardInterrupt, click.Abort):
         return _say(["interrupted."], 130)
     except Exception as error:
         # typer brings a click of its own, so its errors are known by what they can do
@@ -78,9 +82,12 @@ def _say(lines: Sequence[str], status: int) -> int:
 
 @contextlib.contextmanager
 def talk_on_stderr() -> Iterator[None]:
-    """What is printed meanwhile is no result."""
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
+    """What is printed meanwhile is no result; all long work is done inside."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except KeyboardInterrupt as error:
+        raise Interrupted from error
 
 
 def show(value: Any, as_json: bool, text: str) -> None:
