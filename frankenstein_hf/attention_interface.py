@@ -31,7 +31,7 @@ def xsa_forward(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
 ) -> tuple[Tensor, None]:
     """transformers' SDPA function, its output [B, T, H, W] projected off the value of each query's own token."""
-    from .modeling.mixers.xsa import exclude  # not before transformers' attention functions exist
+    from .modeling.mixers.dense.xsa import exclude  # not before transformers' attention functions exist
 
     output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
     T, S = query.shape[2], value.shape[2]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .configuration.component import MixerSpec
-from .configuration.mixers.swa import SWAParams
+from .configuration.mixers.sparse.swa import SWAParams
 
 UNLIMITED = 2**40
 

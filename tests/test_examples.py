@@ -69,7 +69,7 @@ def test_an_adapter_is_merged_and_pushed(short_corpus, tmp_path):
     found = example("lora")(str(tmp_path), steps=3)
     assert found["difference"] < 1e-4 and found["pushed"] == 0
     pushed = tmp_path / "hub" / "me" / "monster"
-    assert {"README.md", "model.safetensors", "modeling_mixers_gla.py", "tokenizer.json"} <= {
+    assert {"README.md", "model.safetensors", "modeling_mixers_gated_gla.py", "tokenizer.json"} <= {
         path.relative_to(pushed).as_posix() for path in pushed.rglob("*")
     }
 

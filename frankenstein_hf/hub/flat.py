@@ -1,7 +1,8 @@
 """Rewriting one module of the package for the flat folder of a checkpoint.
 
-transformers' loader copies only what it finds through `from .name import …` in one folder. So `modeling/mixers/gla.py`
-becomes `modeling_mixers_gla.py`, and relative imports are rewritten in place (line numbers stay).
+transformers' loader copies only what it finds through `from .name import …` in one folder. So
+`modeling/mixers/gated/gla.py` becomes `modeling_mixers_gated_gla.py`, and relative imports are rewritten in place (line
+numbers stay).
 """
 
 import ast
@@ -20,7 +21,7 @@ Module = tuple[str, ...]  # ("modeling", "mixers", "gla")
 
 
 def flat_name(module: Module) -> str:
-    """("modeling", "mixers", "gla") -> "modeling_mixers_gla"; the entry modules carry their part's name already."""
+    """("modeling", "ops", "chunking") -> "modeling_ops_chunking"; the entry modules carry their part's name already."""
     return module[-1] if module[-1].startswith(f"{module[0]}_") else "_".join(module)
 
 

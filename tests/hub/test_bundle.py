@@ -193,8 +193,14 @@ def test_a_mixer_of_ones_own_travels_with_its_file(found, checkpoints):
 def test_only_reached_modules_are_written(tmp_path):
     tiny_model("swa").save_pretrained(tmp_path)
     code = code_in(tmp_path)
-    assert {"modeling_mixers_swa.py", "configuration_mixers_swa.py", "modeling_ops_window_attention.py"} <= code
-    assert not {"modeling_mixers_gla.py", "configuration_mixers_gla.py", "modeling_ops_delta_rule.py"} & code
+    assert {
+        "modeling_mixers_sparse_swa.py",
+        "configuration_mixers_sparse_swa.py",
+        "modeling_ops_window_attention.py",
+    } <= code
+    assert (
+        not {"modeling_mixers_gated_gla.py", "configuration_mixers_gated_gla.py", "modeling_ops_delta_rule.py"} & code
+    )
     entries = [tmp_path / f"{name}.py" for name in entry_modules()]
     reached = {Path(path).name for entry in entries for path in [entry, *get_relative_import_files(entry)]}
     assert code == reached
@@ -208,7 +214,7 @@ def test_mixers_with_parameters_only_travel_because_the_config_names_them(tmp_pa
         ["gla", "gla"], mixer_params={"swa": {"window_size": 7}}, per_layer_config={0: {"mixer_params": {"mamba": {}}}}
     )
     fhf.FrankensteinModel(config).save_pretrained(tmp_path)
-    assert {"configuration_mixers_swa.py", "configuration_mixers_mamba.py"} <= code_in(tmp_path)
+    assert {"configuration_mixers_sparse_swa.py", "configuration_mixers_recurrent_mamba.py"} <= code_in(tmp_path)
 
 
 def test_an_older_bundle_is_cleared_away_and_other_files_are_not(tmp_path):
@@ -217,7 +223,7 @@ def test_an_older_bundle_is_cleared_away_and_other_files_are_not(tmp_path):
     for name, text in mine.items():
         (tmp_path / name).write_text(text, encoding="latin-1")
     tiny_model("gla").save_pretrained(tmp_path)
-    assert "modeling_mixers_swa.py" not in code_in(tmp_path)
+    assert "modeling_mixers_sparse_swa.py" not in code_in(tmp_path)
     assert set(mine) <= code_in(tmp_path)
     assert sorted(code_in(tmp_path) - set(mine)) == bundle_files(tmp_path)
     assert not list(tmp_path.glob(".*.tmp"))
@@ -306,7 +312,7 @@ def test_the_generated_registry_has_the_interface_of_the_one_it_replaces():
         assert public(flat[file]) - {"entries"} == public((ROOT / part / f"{name}.py").read_text()) - {"spec_modules"}
 
 
-@pytest.mark.parametrize("name", ["modeling_layer.py", "configuration_frankenstein.py", "modeling_mixers_gla.py"])
+@pytest.mark.parametrize("name", ["modeling_layer.py", "configuration_frankenstein.py", "modeling_mixers_gated_gla.py"])
 def test_files_that_were_not_generated_are_never_replaced(name, tmp_path):
     """By `save_pretrained`, and by what passes its files on; nothing else is written then either."""
     (tmp_path / name).write_text("mine = 1\n")

@@ -23,7 +23,7 @@ from frankenstein_hf.training.results import Results
 from tests.tiny import tiny_config, tiny_model, tokens
 
 BY_HAND = "---\nlicense: mit\n---\n# My model\r\n\r\nI wrote this myself.\n"
-CODE = {"modeling_frankenstein.py", "configuration_frankenstein.py", "modeling_mixers_gla.py"}
+CODE = {"modeling_frankenstein.py", "configuration_frankenstein.py", "modeling_mixers_gated_gla.py"}
 
 
 @dataclasses.dataclass

@@ -19,7 +19,7 @@ from frankenstein_hf.configuration.registries import MIXERS
 from frankenstein_hf.hub.cards import hub_name, is_repo_id, parse_card, render
 from frankenstein_hf.hub.foreign import Markdown, code, fenced, html_text, markdown, one_line, python
 from frankenstein_hf.modeling import implementations
-from frankenstein_hf.modeling.mixers.standard import StandardAttention
+from frankenstein_hf.modeling.mixers.dense.standard import StandardAttention
 from frankenstein_hf.training.results import Results
 from tests.scripts.conftest import TINY, _own_caches  # noqa: F401  (a fixture)
 from tests.tiny import tiny_model

@@ -113,7 +113,7 @@ def test_two_files_of_one_name_are_refused_and_two_mixers_of_one_file_are_not(tm
         fhf.FrankensteinModel(tiny_config(["doubler", "tripler", "gla"], mixer_params={})).save_pretrained(
             tmp_path / "out"
         )
-    assert {"modeling_own_both.py", "modeling_public.py", "modeling_mixers_gla.py"} <= set(
+    assert {"modeling_own_both.py", "modeling_public.py", "modeling_mixers_gated_gla.py"} <= set(
         bundle_files(tmp_path / "out")
     )
     with registering():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from frankenstein_hf.modeling.mixers.engram import primes_from
+from frankenstein_hf.modeling.mixers.memory.engram import primes_from
 
 from ..tiny import assert_near, tiny_config, tiny_model, tokens
 from .run import make_mixer, numpy_weights, run

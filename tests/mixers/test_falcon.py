@@ -5,9 +5,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from frankenstein_hf.configuration.mixers.falcon import SPECS, FalconParams
+from frankenstein_hf.configuration.mixers.fast_weight.falcon import SPECS, FalconParams
 from frankenstein_hf.modeling.mixers.base import Run
-from frankenstein_hf.modeling.mixers.falcon import eager_falcon1
+from frankenstein_hf.modeling.mixers.fast_weight.falcon import eager_falcon1
 from frankenstein_hf.modeling.ops.banded import dominant_combination
 
 from ..tiny import assert_near, relative_rms, tiny_config, tiny_model, tokens

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from frankenstein_hf.modeling.mixers.gma import responsibilities
+from frankenstein_hf.modeling.mixers.latent.gma import responsibilities
 
 from ..tiny import assert_near, relative_rms
 from .run import make_mixer, numpy_weights, run

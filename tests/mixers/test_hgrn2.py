@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import frankenstein_hf as fhf
-from frankenstein_hf.modeling.mixers.hgrn2 import HGRN2
+from frankenstein_hf.modeling.mixers.gated.hgrn2 import HGRN2
 
 from ..tiny import assert_near, relative_rms, tiny_config, tiny_model, tokens
 from .run import make_mixer, numpy_weights, run

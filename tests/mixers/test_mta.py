@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from frankenstein_hf.modeling.mixers import mta as module
+from frankenstein_hf.modeling.mixers.dense import mta as module
 
 from ..tiny import assert_near, tiny_model, tokens
 from .run import make_mixer, numpy_weights, run

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from frankenstein_hf.modeling.mixers.ode import eager_ode
+from frankenstein_hf.modeling.mixers.recurrent.ode import eager_ode
 from frankenstein_hf.modeling.norms import RMSNorm
 
 from ..tiny import assert_near, tiny_config, tiny_model, tokens

@@ -13,7 +13,7 @@ from frankenstein_hf.configuration.component import MixerSpec
 from frankenstein_hf.configuration.registries import MIXERS
 from frankenstein_hf.modeling.context import Batch, make_context
 from frankenstein_hf.modeling.hub_bundle import HEADS
-from frankenstein_hf.modeling.mixers.standard import StandardAttention
+from frankenstein_hf.modeling.mixers.dense.standard import StandardAttention
 from frankenstein_hf.modeling.modeling_frankenstein import FrankensteinModel
 
 from ..tiny import tiny_config, tiny_model, tokens

@@ -6,7 +6,7 @@ from torch.export import Dim
 
 import frankenstein_hf as fhf
 from frankenstein_hf.export import Encoder, onnx_session
-from frankenstein_hf.modeling.mixers.standard import StandardAttention
+from frankenstein_hf.modeling.mixers.dense.standard import StandardAttention
 from frankenstein_hf.modeling.ops.tracing import unit_lower_inverse
 
 from ..tiny import BIDIRECTIONAL, CAUSAL, tiny_config, tiny_model, tokens

@@ -104,7 +104,9 @@ def test_heads_below_the_threshold_stay_to_the_bit():
 def test_a_maximum_that_is_not_finite_changes_nothing(value, monkeypatch):
     model, x = model_of(), tokens(2, 12)
     optimizer, before = still(model, tau=0.1), projections(model)
-    monkeypatch.setattr("frankenstein_hf.modeling.mixers.standard.dense_max_logits", lambda *_: torch.full((4,), value))
+    monkeypatch.setattr(
+        "frankenstein_hf.modeling.mixers.dense.standard.dense_max_logits", lambda *_: torch.full((4,), value)
+    )
     learn(model, optimizer, x)
     assert all(np.array_equal(*pair) for pair in zip(projections(model), before))
 

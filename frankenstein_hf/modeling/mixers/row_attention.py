@@ -14,7 +14,7 @@ from ..extras import LayerExtras
 from ..ops.max_logits import max_logits
 from ..positions import apply_rotary
 from .base import RowMixer, merge_heads, split_heads
-from .standard import StandardAttention
+from .dense.standard import StandardAttention
 
 
 def visible_keys(last: Tensor, num_keys: int) -> Tensor:
