@@ -5,17 +5,21 @@ classes for the Auto classes and `pipeline()`, attention implementations, optimi
 package itself costs nothing to import, and a command can answer without torch.
 """
 
+import sys
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from .after_import import after_import
 
+LAYERS = "transformers.modeling_layers"  # needs the Auto classes, and our models need it
+
 
 def register() -> None:
     """Make transformers and PEFT know the family; safe to repeat."""
     after_import("transformers.models.auto.configuration_auto", register_config)
-    after_import("transformers.models.auto.modeling_auto", register_models)
+    after_import(LAYERS, lambda module: None)  # so that its end can be waited for
+    after_import("transformers.models.auto.modeling_auto", _register_models_when_possible)
     after_import(f"{__package__}.modeling.hub_bundle", _install_toolkit)
     after_import("transformers.modeling_utils", _register_attention)
     after_import("transformers.training_args", _connect_optimizers)
@@ -35,6 +39,14 @@ def head_class(reference: str) -> type:
     """The installed class behind an entry of `HEADS`, "module.Class"."""
     module, _, name = reference.partition(".")
     return getattr(import_module(f".modeling.{module}", __package__), name)
+
+
+def _register_models_when_possible(modeling_auto: ModuleType) -> None:
+    layers = sys.modules.get(LAYERS)
+    if layers is not None and getattr(layers.__spec__, "_initializing", False):  # it is what imports the Auto classes
+        after_import(LAYERS, lambda module: register_models(modeling_auto))
+    else:
+        register_models(modeling_auto)
 
 
 def register_models(modeling_auto: ModuleType) -> None:

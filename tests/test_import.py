@@ -46,6 +46,10 @@ def test_the_configuration_is_known_to_autoconfig_in_either_order(first):
     [
         "from transformers import AutoModelForMaskedLM as A\nimport frankenstein_hf as f",
         "import frankenstein_hf as f\nfrom transformers import AutoModelForMaskedLM as A",
+        "import frankenstein_hf as f\nfrom transformers import LlamaForCausalLM\n"
+        "from transformers import AutoModelForMaskedLM as A",
+        "import frankenstein_hf as f\nimport transformers.modeling_layers\n"
+        "from transformers import AutoModelForMaskedLM as A",
     ],
 )
 def test_the_auto_classes_know_the_family_in_either_order(code):
