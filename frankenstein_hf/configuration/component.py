@@ -116,6 +116,7 @@ class ComponentSpec:
         params: The `Params` class.
         implementation: "module:Class" below the modeling package, imported on first use.
         aliases: What others call it; error messages lead from there to `name`.
+        acts_on: What a mixer's spec must have for this to act; where no layer has it, it is refused. Empty: always.
     """
 
     name: str
@@ -125,6 +126,7 @@ class ComponentSpec:
     params: type[Params] = Params
     implementation: str = ""
     aliases: tuple[str, ...] = ()
+    acts_on: str = ""
 
     @property
     def kind(self) -> str:
@@ -172,7 +174,7 @@ class MixerSpec(ComponentSpec):
         takes_residual: Receives the residual stream instead of the normed input, and norms it itself (`Mixer.normed`).
         logits: Of the projections `q_proj` and `k_proj`, whose heads' dot products are the attention scores, those an
             optimizer may rescale to bound the scores; the mixer returns their maxima when asked. Empty: no such scores.
-        qk_norm: Accepts normalised queries and keys.
+        qk_norm: Takes the model's `qk_norm`.
         gradient: "exact", or "surrogate" where the method itself substitutes gradients.
         parameter_free: `(params) -> bool`, true when only the four standard projections are used.
         rotary_width: `(params, config) -> int`, the width its rotary positions are made for.

@@ -10,10 +10,12 @@ from .component import MixerSpec, Registry, backend_names
 from .discovered import mixer_specs
 from .feed_forward import FEED_FORWARD_SPECS
 from .norms import NORM_SPECS
+from .qk_norms import QK_NORM_SPECS
 from .residuals import RESIDUAL_SPECS
 
 MIXERS: Registry[MixerSpec] = Registry("mixer", mixer_specs, reserved=backend_names)
 NORMS = Registry("norm", lambda: NORM_SPECS)
+QK_NORMS = Registry("norm of queries and keys", lambda: QK_NORM_SPECS)
 ACTIVATIONS = Registry("activation", lambda: ACTIVATION_SPECS)
 FEED_FORWARDS = Registry("feed-forward", lambda: FEED_FORWARD_SPECS)
 RESIDUALS = Registry("residual scheme", lambda: RESIDUAL_SPECS)
@@ -41,6 +43,7 @@ class Kind:
 # Every kind but mixers, which a pattern names layer by layer.
 KINDS: dict[str, Kind] = {
     "norm": Kind(NORMS, "norm", "norm_params"),
+    "qk_norm": Kind(QK_NORMS, "qk_norm", "qk_norm_params", per_layer=True),
     "activation": Kind(ACTIVATIONS, "hidden_act", "activation_params", per_layer=True, fallback=ACT2FN),
     "feed_forward": Kind(FEED_FORWARDS, "feed_forward", "feed_forward_params", per_layer=True),
     "residual": Kind(RESIDUALS, "residual", "residual_params"),

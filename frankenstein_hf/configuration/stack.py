@@ -120,8 +120,11 @@ class StackConfig(PreTrainedConfig):
         norm: Which norm every layer and the end of the stack have, such as "rms_norm" or "layer_norm".
         norm_placement: Where a layer has its norms: before mixer and feed-forward block ("pre"), behind them and
             before the sum ("post"), or both ("sandwich").
+        qk_norm: Norm of queries and keys, before rotation, in the layers whose mixer takes one: "none", "rms_norm",
+            "layer_norm" or "l2_norm".
         residual: How layers are joined in depth: "standard" (x + F(norm(x))) or "none" (F(norm(x))).
-        activation_params, feed_forward_params, norm_params, residual_params: Parameters of what the field names.
+        activation_params, feed_forward_params, norm_params, qk_norm_params, residual_params: Parameters of what the
+            field names.
         num_loops: How often the middle layers are run through, one after the other as a stack, with the same weights.
         loop_begin_layers, loop_end_layers: Layers before and behind them, which are run through once.
         max_position_embeddings: Longest sequence the model is meant for.
@@ -152,6 +155,8 @@ class StackConfig(PreTrainedConfig):
     norm: str = setting("rms_norm")
     norm_params: dict[str, Any] | None = setting(None)
     norm_placement: str = setting("pre", choices=tuple(NORM_PLACEMENTS))
+    qk_norm: str = setting("none")
+    qk_norm_params: dict[str, Any] | None = setting(None)
     residual: str = setting("standard")
     residual_params: dict[str, Any] | None = setting(None)
     num_loops: int = setting(1, minimum=1, maximum=1000)
@@ -294,6 +299,7 @@ class StackConfig(PreTrainedConfig):
             )
         self._check_loops()
         self._components()
+        self._check_honoured()
         layers = self.per_layer_config if self.is_heterogeneous else [self]
         check_sizes(self, {layer.intermediate_size for layer in layers})
         widths = {self.head_dim: "head_dim"}
@@ -301,6 +307,23 @@ class StackConfig(PreTrainedConfig):
             spec, params = self.component("mixer", layer_idx)
             widths.setdefault(spec.rotary_width(params, self), f"in {spec.name!r}")
         check_rope_widths(self.rope_parameters, widths)
+
+    def _check_honoured(self) -> None:
+        """Refuse what no layer's mixer can honour."""
+        layers = list(range(self.num_hidden_layers)) if self.is_heterogeneous else self._first_layers()
+        for kind, how in KINDS.items():
+            if not how.per_layer:
+                continue
+            chosen = [(self.component(kind, i).spec, self.mixer_spec_for(i)) for i in layers]
+            asked = {spec.name: spec.acts_on for spec, _ in chosen if spec is not None and spec.acts_on}
+            for name, needed in asked.items():
+                if not any(spec is not None and spec.name == name and getattr(mixer, needed) for spec, mixer in chosen):
+                    able = [spec.name for spec in MIXERS if getattr(spec, needed)]
+                    raise ValueError(
+                        f"{how.field}={name!r} can do nothing: no mixer it is chosen for takes it (layer_pattern="
+                        f"{shown(list(dict.fromkeys(self.mixer_names)))}). Leave {how.field} out, or use one of: "
+                        f"{', '.join(sorted(able))}."
+                    )
 
     def _check_loops(self) -> None:
         at_work = self.num_hidden_layers + (self.num_loops - 1) * max(

@@ -59,8 +59,9 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if callable(fill := getattr(module, "init_parameters", None)):
-            fill()
+        for name in ("init_parameters", "init_options"):
+            if callable(fill := getattr(module, name, None)):
+                fill()
 
     def _vocabulary_loss(self, logits: Tensor, labels: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """transformers' loss of a language model, with an error of our own for labels outside the vocabulary."""

@@ -55,6 +55,13 @@ class Stabilizer:
     def __init__(self, model: nn.Module, params: Any) -> None:
         self.params = params
         self.layers = list(score_layers(model, self.name))
+        for layer in self.layers:
+            chosen = layer.mixer.config.component("qk_norm", layer.index).spec.name  # type: ignore[union-attr, operator]
+            if chosen != "none" and layer.mixer.config.mixer_spec_for(layer.index).qk_norm:  # type: ignore[union-attr, operator]
+                raise ValueError(
+                    f"{self.name!r} bounds logits by the weights of q_proj and k_proj, and qk_norm={chosen!r} of layer "
+                    f"{layer.index} undoes any change of their size: leave one of them out."
+                )
         if not self.layers:
             raise ValueError(
                 f"{self.name!r} acts on attention logits that are dot products of trained queries and keys, and no "

@@ -250,6 +250,8 @@ def _whose(error: BaseException, values: dict[str, Any], key: str, value: Any) -
     if "Unknown config key" in line or "has no parameter" in line:
         return "ours", line  # whatever its value
     mutated = [values[name] for name in key.split("|") if name in values] + [value]
+    if isinstance(value, dict) and any(f"[{name!r}]={inner!r}" in str(error) for name, inner in value.items()):
+        return "ours", line  # names the entry that is wrong
     if value not in (REMOVED, None) and not any(text[:12] in str(error) for x in mutated for text in (repr(x), str(x))):
         return "foreign", "does not name the value: " + line
     return "ours", line

@@ -13,6 +13,7 @@ from transformers import initialization as init
 from ..cache import MixerStateLayer, States
 from ..context import Rows, SequenceContext
 from ..extras import LayerExtras, summed
+from ..implementations import implementation
 from ..norms import l2_normalize
 from ..ops.backend import computing, plain_forms
 from ..ops.gated_norm import gated_norm, gated_norm_reference
@@ -20,6 +21,7 @@ from ..ops.numerics import at_least_fp32
 from ..ops.short_convolution import EPS, Stream, convolved_streams, short_convolution
 from ..ops.tracing import exporting, scan_chunks
 from ..projections import joint_linear
+from ..qk_norms import NoQKNorm
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -78,6 +80,28 @@ class Mixer(nn.Module):
 
     def init_parameters(self) -> None:
         """Fill raw parameters and buffers, through `transformers.initialization` only."""
+
+    def add_qk_norm(self, num_groups: int) -> None:
+        """Make what `norm_heads` needs, for `num_groups` key heads; nothing with parameters unless the model asks."""
+        spec, params = self.config.component("qk_norm", self.layer_idx)
+        takes = self.config.mixer_spec_for(self.layer_idx).qk_norm
+        make, options = (implementation(spec), vars(params)) if takes else (NoQKNorm, {})
+        self.q_norm = make(self.num_heads, self.head_dim, **options)
+        self.k_norm = make(num_groups, self.head_dim, **options)
+        learned = options.get("scale") == "learned"
+        self.qk_scale = nn.Parameter(torch.empty(self.num_heads)) if learned else None
+
+    def norm_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [B, H, T, W] and keys [B, G, T, W], not yet rotated, as the model's `qk_norm` has them."""
+        q, k = self.q_norm(q), self.k_norm(k)
+        return q if self.qk_scale is None else q * self.qk_scale[:, None, None].to(q.dtype), k
+
+    def init_options(self) -> None:
+        """Fill what options of the model have added: log2(L² − L) as arXiv 2010.04245 begins, L the longest length."""
+        scale: Tensor | None = getattr(self, "qk_scale", None)
+        if scale is not None:
+            longest = max(2, self.config.max_position_embeddings)
+            init.constant_(scale, math.log2(longest**2 - longest))
 
     def join(self, layer: nn.Module) -> None:
         """Become the mixer of `layer`; a plain reference, which registers no parameter twice."""

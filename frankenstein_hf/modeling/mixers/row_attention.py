@@ -34,6 +34,7 @@ class RowAttention(RowMixer, StandardAttention):
     def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, States]:
         """[R, L, D] -> queries [R, L, H, W] and what is kept of the tokens, [R, L, G, W] each or the like."""
         q, k = split_heads(self.q_proj(x), self.num_heads), split_heads(self.k_proj(x), self.num_key_value_heads)
+        q, k = self.norm_heads(q, k)
         if self.rotates:
             rotary = rows.rotary(self.head_dim)
             q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)

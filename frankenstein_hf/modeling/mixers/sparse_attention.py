@@ -90,6 +90,7 @@ class SparseAttention(Mixer):
         self.k_proj = nn.Linear(self.hidden_size, width, bias=bias)
         self.v_proj = nn.Linear(self.hidden_size, width, bias=bias)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, self.hidden_size, bias=bias)
+        self.add_qk_norm(self.num_key_value_heads)
 
     # ------------------------------------------------------------------ for subclasses
 
@@ -98,6 +99,7 @@ class SparseAttention(Mixer):
         q = split_heads(self.q_proj(x), self.num_heads)
         k = split_heads(self.k_proj(x), self.num_key_value_heads)
         v = split_heads(self.v_proj(x), self.num_key_value_heads)
+        q, k = self.norm_heads(q, k)
         if self.rotated:
             rotary = context.rotary(self.head_dim)
             q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)

@@ -30,6 +30,7 @@ SPECS = (
         reference="Continuum Attention",
         params=ContinuumParams,
         implementation="mixers.dense.ca:ContinuumAttention",
+        qk_norm=True,
         cache=frozenset({"kv"}),
         token_size=kv_floats,
         parameter_free=lambda params: params.gain != "learned",

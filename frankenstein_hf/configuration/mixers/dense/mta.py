@@ -46,6 +46,7 @@ SPECS = (
         reference="Multi-Token Attention, arXiv 2504.00927",
         params=MultiTokenParams,
         implementation="mixers.dense.mta:MultiTokenAttention",
+        qk_norm=True,
         cache=frozenset({"kv", "tail"}),
         state_size=lambda params, config: params.tail * config.num_attention_heads * config.head_dim,
         token_size=kv_floats,

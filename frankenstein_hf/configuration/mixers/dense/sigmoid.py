@@ -37,6 +37,7 @@ SPECS = (
         reference="Theory, Analysis, and Best Practices for Sigmoid Self-Attention, arXiv 2409.04431",
         params=SigmoidParams,
         implementation="mixers.dense.sigmoid:SigmoidAttention",
+        qk_norm=True,
         cache=frozenset({"kv"}),
         token_size=kv_floats,
         parameter_free=lambda params: params.bias != "learned" and params.normalize != "hybrid",

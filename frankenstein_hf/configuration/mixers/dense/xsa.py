@@ -10,6 +10,7 @@ SPECS = (
         summary="Softmax attention whose output is projected off the token's own value.",
         reference="Exclusive Self Attention, arXiv 2603.09078",
         implementation="mixers.dense.xsa:ExclusiveSelfAttention",
+        qk_norm=True,
         cache=frozenset({"kv"}),
         token_size=kv_floats,
         parameter_free=lambda params: True,

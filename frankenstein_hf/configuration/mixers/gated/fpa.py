@@ -29,6 +29,7 @@ SPECS = (
         reference="First Passage Attention",
         params=FirstPassageParams,
         implementation="mixers.gated.fpa:FirstPassageAttention",
+        qk_norm=True,
         cache=frozenset({"kv"}),
         token_size=_floats,
         gradient="surrogate",

@@ -22,6 +22,7 @@ SPECS = (
         "arXiv 2505.06708",
         params=GatedSoftmaxParams,
         implementation="mixers.gated.gated_softmax:GatedSoftmaxAttention",
+        qk_norm=True,
         cache=frozenset({"kv"}),
         token_size=kv_floats,
         native_mask=True,

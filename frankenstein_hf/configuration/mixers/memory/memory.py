@@ -21,6 +21,7 @@ SPECS = (
         reference="Memory Attention (seed 001, section on token-indexed value memory)",
         params=MemoryParams,
         implementation="mixers.memory.memory:MemoryAttention",
+        qk_norm=True,
         cache=frozenset({"kv"}),
         token_size=kv_floats,
         needs_input_ids=True,

@@ -71,6 +71,7 @@ SPECS = (
         reference="Titans: Learning to Memorize at Test Time, arXiv 2501.00663",
         params=TitanParams,
         implementation="mixers.memory.titan:Titan",
+        qk_norm=True,
         cache=frozenset({"ring", "state"}),
         state_size=_state_floats,
         logits=("q_proj", "k_proj"),

@@ -38,6 +38,7 @@ SPECS = (
         "arXiv 2203.09176",
         params=ODEParams,
         implementation="mixers.recurrent.ode:ODEAttention",
+        qk_norm=True,
         cache=frozenset({"kv"}),
         token_size=_kv_floats,
         takes_residual=True,

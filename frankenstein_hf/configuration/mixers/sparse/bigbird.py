@@ -30,6 +30,7 @@ SPECS = (
         reference="Big Bird: Transformers for Longer Sequences, arXiv 2007.14062",
         params=BigBirdParams,
         implementation="mixers.sparse.bigbird:BigBird",
+        qk_norm=True,
         cache=frozenset({"kv"}),
         token_size=kv_floats,
         parameter_free=lambda params: True,

@@ -34,6 +34,7 @@ SPECS = (
         reference="Longformer: The Long-Document Transformer, arXiv 2004.05150",
         params=LongformerParams,
         implementation="mixers.sparse.longformer:Longformer",
+        qk_norm=True,
         cache=frozenset({"kv"}),
         token_size=_kv_floats,
         parameter_free=lambda params: not params.separate_global,

@@ -51,6 +51,7 @@ SPECS = (
         reference="Latent Sparse Attention (native variant)",
         params=LSAParams,
         implementation="mixers.sparse.lsa:LatentSparseAttention",
+        qk_norm=True,
         cache=frozenset({"kv", "index"}),
         token_size=_floats,
         parameter_free=lambda params: True,

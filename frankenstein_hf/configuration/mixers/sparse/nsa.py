@@ -36,6 +36,7 @@ SPECS = (
         reference="Native Sparse Attention: Hardware-Aligned and Natively Trainable Sparse Attention, arXiv 2502.11089",
         params=NSAParams,
         implementation="mixers.sparse.nsa:NativeSparseAttention",
+        qk_norm=True,
         cache=frozenset({"kv", "latent"}),
         token_size=_floats,
         reach=lambda params: 1,

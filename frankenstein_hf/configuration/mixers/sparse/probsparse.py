@@ -28,6 +28,7 @@ SPECS = (
         reference="Informer, arXiv 2012.07436, with the relative positions of Deep Sparse Conformer, arXiv 2209.00260",
         params=ProbSparseParams,
         implementation="mixers.sparse.probsparse:ProbSparseAttention",
+        qk_norm=True,
         cache=frozenset({"kv"}),
         token_size=_floats,
         small_params={"factor_keys": 1.5, "factor_queries": 1.5},

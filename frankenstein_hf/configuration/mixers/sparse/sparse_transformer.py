@@ -35,6 +35,7 @@ SPECS = (
         reference="Generating Long Sequences with Sparse Transformers, arXiv 1904.10509",
         params=SparseTransformerParams,
         implementation="mixers.sparse.sparse_transformer:SparseTransformer",
+        qk_norm=True,
         cache=frozenset({"kv"}),
         token_size=kv_floats,
         parameter_free=lambda params: True,

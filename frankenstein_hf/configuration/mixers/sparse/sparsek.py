@@ -32,6 +32,7 @@ SPECS = (
         "arXiv 2406.16747",
         params=SparseKParams,
         implementation="mixers.sparse.sparsek:SparseKAttention",
+        qk_norm=True,
         cache=frozenset({"kv", "index"}),
         token_size=_floats,
         reach=lambda params: 1,

@@ -51,6 +51,7 @@ SPECS = (
         reference="Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453",
         params=SWAParams,
         implementation="mixers.sparse.swa:SlidingWindowAttention",
+        qk_norm=True,
         cache=frozenset({"ring"}),
         state_size=_ring_floats,
         parameter_free=lambda params: True,

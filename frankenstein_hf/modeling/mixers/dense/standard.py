@@ -32,6 +32,7 @@ class StandardAttention(Mixer):
         self.k_proj = nn.Linear(self.hidden_size, width, bias=bias)
         self.v_proj = nn.Linear(self.hidden_size, width, bias=bias)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, self.hidden_size, bias=bias)
+        self.add_qk_norm(self.num_key_value_heads)
 
     def key_value_heads(self) -> int:
         """Number of key/value heads G."""
@@ -51,6 +52,7 @@ class StandardAttention(Mixer):
         query = split_heads(self.q_proj(hidden_states), self.num_heads)
         key = split_heads(self.k_proj(hidden_states), self.num_key_value_heads)
         value = self.value(hidden_states, key, context)
+        query, key = self.norm_heads(query, key)
         rotary = context.rotary(self.head_dim)
         query, key = apply_rotary(query, *rotary), apply_rotary(key, *rotary)
         own_value = value

@@ -53,14 +53,12 @@ class ForgettingAttention(RowAttention):
         self.f_proj = nn.Linear(self.hidden_size, self.num_heads)
         width = self.num_heads * self.head_dim
         self.g_proj = nn.Linear(self.hidden_size, width, bias=False) if self.params.output_gate else None
-        self.q_norm, self.k_norm = (
-            RMSNorm(self.head_dim, config.rms_norm_eps) if self.params.qk_norm else nn.Identity() for _ in "qk"
-        )
+        if self.params.qk_norm:
+            self.q_norm, self.k_norm = (RMSNorm(self.head_dim, config.rms_norm_eps) for _ in "qk")
 
     def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, States]:
         query, new = super().project(x, rows)
-        new["key"] = self.k_norm(new["key"])
-        return self.q_norm(query), {**new, "log_forget": F.logsigmoid(at_least_fp32(self.f_proj(x)))}
+        return query, {**new, "log_forget": F.logsigmoid(at_least_fp32(self.f_proj(x)))}
 
     def attend(self, query: Tensor, seen: States, rows: Rows) -> tuple[Tensor, Tensor | None]:
         own, last = rows.positions, self.last_keys(rows)

@@ -142,7 +142,8 @@ class Titan(SlidingWindowAttention):
         if self.conv is not None:
             (qkv,), _ = self.conv(qkv, None, None)
         H, G = self.num_heads, self.num_key_value_heads
-        return split_heads(qkv, H + 2 * G).expand(R, -1, -1, -1).split([H, G, G], dim=1)
+        q, k, v = split_heads(qkv, H + 2 * G).expand(R, -1, -1, -1).split([H, G, G], dim=1)
+        return *self.norm_heads(q, k), v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
         """Attention within the rows, to persistent tokens in front of each too."""

@@ -75,8 +75,10 @@ class ODEAttention(StandardAttention):
 
         def f(h: Tensor) -> Tensor:
             x = self.normed(h)
-            query = apply_rotary(split_heads(self.q_proj(x), self.num_heads), *rotary)
-            key = apply_rotary(split_heads(self.k_proj(x), self.num_key_value_heads), *rotary)
+            query = split_heads(self.q_proj(x), self.num_heads)
+            key = split_heads(self.k_proj(x), self.num_key_value_heads)
+            query, key = self.norm_heads(query, key)
+            query, key = apply_rotary(query, *rotary), apply_rotary(key, *rotary)
             value = split_heads(self.v_proj(x), self.num_key_value_heads)
             if layer is not None:
                 key = layer.extend(f"key_{len(stages)}", key)

@@ -43,9 +43,11 @@ class Longformer(PatternAttention):
     def project(self, x: Tensor, context: SequenceContext) -> Streams:
         streams = super().project(x, context)
         if self.params.separate_global:
+            q = split_heads(self.q_global_proj(x), self.num_heads)
+            k = split_heads(self.k_global_proj(x), self.num_key_value_heads)
+            q, k = self.norm_heads(q, k)
             rotary = context.rotary(self.head_dim)
-            streams["query_global"] = apply_rotary(split_heads(self.q_global_proj(x), self.num_heads), *rotary)
-            streams["key_global"] = apply_rotary(split_heads(self.k_global_proj(x), self.num_key_value_heads), *rotary)
+            streams["query_global"], streams["key_global"] = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
             streams["value_global"] = split_heads(self.v_global_proj(x), self.num_key_value_heads)
         return streams
 

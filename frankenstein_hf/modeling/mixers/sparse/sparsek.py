@@ -48,6 +48,7 @@ class SparseKAttention(SparseAttention):
         v = split_heads(self.v_proj(x), self.num_key_value_heads)
         length = F.rms_norm(at_least_fp32(k), k.shape[-1:], eps=self.config.rms_norm_eps)
         score = (length * at_least_fp32(self.scorer)[:, None]).sum(-1, keepdim=True)
+        q, k = self.norm_heads(q, k)
         rotary = context.rotary(self.head_dim)
         return {"query": apply_rotary(q, *rotary), "key": apply_rotary(k, *rotary), "value": v, "score": score}
 

@@ -55,13 +55,15 @@ class SlidingWindowAttention(RowMixer):
         self.k_proj = nn.Linear(self.hidden_size, width, bias=bias)
         self.v_proj = nn.Linear(self.hidden_size, width, bias=bias)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, self.hidden_size, bias=bias)
+        self.add_qk_norm(self.num_key_value_heads)
 
     def heads(self, qkv: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Projections [R, L, (H + 2G)·W] -> rotated queries [R, H, L, W] and keys, and values [R, G, L, W]."""
         H, G = self.num_heads, self.num_key_value_heads
         qk, v = split_heads(qkv, H + 2 * G).split([H + G, G], dim=1)
-        q, k = apply_rotary(qk, *rows.rotary(self.head_dim)).split([H, G], dim=1)
-        return q, k, v
+        q, k = self.norm_heads(*qk.split([H, G], dim=1))
+        rotary = rows.rotary(self.head_dim)
+        return apply_rotary(q, *rotary), apply_rotary(k, *rotary), v
 
     def mix(self, x: Tensor, rows: Rows, layer: MixerStateLayer | None) -> tuple[Tensor, LayerExtras | None]:
         q, k, v = self.heads(self.joint(x, "q_proj", "k_proj", "v_proj"), rows)
