@@ -4,14 +4,12 @@ from dataclasses import dataclass
 
 from .component import ComponentSpec, Params, param
 
-_EPS = dict(minimum=0.0, maximum=1.0)
-
 
 @dataclass(frozen=True, kw_only=True)
 class QKNormParams(Params):
     """Parameters of the norms with learned gains."""
 
-    eps: float = param(1e-6, "Added to the mean of squares.", **_EPS)
+    eps: float = param(1e-6, "Added to the mean of squares.", minimum=0.0, maximum=1.0)
     over: str = param(
         "head",
         "Statistics and gains over a head (gains shared by the heads), or over all heads at once.",
@@ -23,7 +21,7 @@ class QKNormParams(Params):
 class L2QKNormParams(Params):
     """Parameters of `l2_norm`."""
 
-    eps: float = param(1e-6, "Added to the sum of squares.", **_EPS)
+    eps: float = param(1e-6, "Added to the sum of squares.", minimum=0.0, maximum=1.0)
     scale: str = param(
         "sqrt_dim",
         "What the cosine is multiplied by: √W, a learned number a head, or 1/√W.",
