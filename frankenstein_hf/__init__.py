@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .configuration.stack import FRANKENSTEIN_VERSION as __version__
     from .export import DecodingStep, cache_tensors, decoding_cache, export_decoding_step, export_onnx, onnx_session
     from .hub.load_mixers import load_mixers
+    from .modeling.census import parameter_census
     from .modeling.context import SequenceContext
     from .modeling.extras import LayerExtras
     from .modeling.mixers.base import Mixer, RecurrentMixer, RowMixer
@@ -58,6 +59,7 @@ _MODULES = {
         "onnx_session",
     ),
     "hub.load_mixers": ("load_mixers",),
+    "modeling.census": ("parameter_census",),
     "modeling.context": ("SequenceContext",),
     "modeling.extras": ("LayerExtras",),
     "modeling.mixers.base": ("Mixer", "RecurrentMixer", "RowMixer"),

@@ -46,3 +46,18 @@ class FrankensteinConfig(StackConfig):
         super()._check_together()
         check_special_tokens(self, self.vocab_size)
         check_problem(self.problem_type, self.num_labels)
+
+    def describe(self, length: int = 4096) -> str:
+        """Say in a few lines what this configuration is: layers, options, parameters by part, decode state.
+
+        Nothing is computed or stored for it: the model is built without memory for its weights.
+
+        Args:
+            length: Tokens of the sequence whose decode state is stated, for causal models; at least 1.
+
+        Raises:
+            ValueError: `length` below 1.
+        """
+        from ..modeling.census import describe
+
+        return describe(self, length)
