@@ -124,6 +124,7 @@ __all__ = [
     "onnx_session",
     "optimizer_spec",
     "param",
+    "parameter_census",
     "register_mixer",
     "stabilizer_spec",
     "trainer_callbacks",

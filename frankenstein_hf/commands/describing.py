@@ -14,8 +14,8 @@ from .. import recipes
 from ..cache_sizes import cache_report
 from ..configuration.configuration_frankenstein import FrankensteinConfig
 from ..configuration.registries import MIXERS
+from ..modeling.census import parameter_census
 from ..optim import describe_groups
-from ..optim.grouping import classify
 from ..recipes.loading import ENDINGS, NOWHERE
 from ..training.failures import readable
 
@@ -34,7 +34,7 @@ class Description:
         lines = [f"{values['class']}, vocabulary of {values['vocab_size']:,}", "", "layers:"]
         lines += [f"  {number:>3}  {name}" for number, name in enumerate(values["layers"])]
         lines += ["", "parameters:"]
-        lines += [f"  {role:<12} {count:>14,}" for role, count in values["parameters"].items()]
+        lines += [f"  {part:<24} {count:>14,}" for part, count in values["parameters"].items()]
         if values["decode_state"]:
             lines += ["", "decode state of one sequence:"]
             lines += [f"  {length:>7} tokens {size:>14,} bytes" for length, size in values["decode_state"].items()]
@@ -60,9 +60,9 @@ def description(what: str, settings: Iterable[str], folders: Sequence[Path]) -> 
         config = run.pretrained_config if run.model_args.model_name_or_path else run._config(run.model_args.vocab_size)
     with torch.device("meta"):
         model = auto.from_config(config)
-    by_role: dict[str, int] = {}
-    for info in classify(model):
-        by_role[info.role] = by_role.get(info.role, 0) + info.parameter.numel()
+    parts = {"all": sum(parameter.numel() for parameter in model.parameters())}
+    if isinstance(config, FrankensteinConfig):
+        parts |= {part.name: part.parameters for part in parameter_census(model).parts}
     layers = list(getattr(config, "mixer_names", [])) or [config.model_type] * config.num_hidden_layers
     state = {}
     if isinstance(config, FrankensteinConfig) and getattr(model, "is_causal", False):
@@ -77,7 +77,7 @@ def description(what: str, settings: Iterable[str], folders: Sequence[Path]) -> 
         "class": type(model).__name__,
         "vocab_size": config.vocab_size,
         "layers": layers,
-        "parameters": {"all": sum(by_role.values()), **by_role},
+        "parameters": parts,
         "decode_state": state,
         "references": {name: MIXERS.get(name).reference for name in dict.fromkeys(layers) if name in MIXERS},
     }

@@ -27,6 +27,7 @@ from torch import nn
 from ..cache_sizes import layer_caches
 from ..configuration.registries import MIXERS
 from ..configuration.stack import FRANKENSTEIN_VERSION
+from ..modeling.census import options, parameter_census
 from ..modeling.hub_bundle import HEADS, read_card
 from ..modeling.implementations import is_third_party
 from .foreign import Markdown, code, environment, markdown
@@ -253,7 +254,6 @@ def _body(model: Any, directory: Path, name: str, metadata: dict[str, Any], resu
     config, auto_class = model.config, _auto_class(model)
     base = getattr(model, model.base_model_prefix, model)
     specs = [config.mixer_spec_for(layer_idx) for layer_idx in range(config.num_hidden_layers)]
-    total = sum(parameter.numel() for parameter in model.parameters())
     constant, per_token = decode_state(config)
     is_placeholder = name.startswith(f"{OWNER}/")
     text = (
@@ -277,8 +277,8 @@ def _body(model: Any, directory: Path, name: str, metadata: dict[str, Any], resu
             layers=_layers(config, specs, base.layers),
             carries_code=_carries_code(directory),
             own=Markdown(", ".join(sorted({code(spec.name) for spec in specs if is_third_party(spec)}))),
-            total=total,
-            embeddings=base.embed_tokens.weight.numel(),
+            options="; ".join(options(config)),
+            census=parameter_census(model),
             dtype=str(model.dtype).removeprefix("torch."),
             state_constant=constant,
             state_per_token=per_token,

@@ -111,13 +111,13 @@ def describe(config: Any, length: int) -> str:
     with torch.device("meta"):
         census = parameter_census(head(config))
     parts = ", ".join(f"{part.name} {part.parameters:,}" for part in census.parts)
+    task = "language" if config.is_causal else "masked-language"
     lines = [
         f"{'Causal' if config.is_causal else 'Bidirectional'} model of {config.num_hidden_layers} layers of width "
         f"{config.hidden_size}, vocabulary of {config.vocab_size:,}",
         *_layers(config),
-        f"around them: {'; '.join(_options(config))}",
-        f"parameters: {census.parameters:,} with the {'language' if config.is_causal else 'masked-language'}-model head "
-        f"({parts}), {census.active:,} active per token",
+        f"around them: {'; '.join(options(config))}",
+        f"parameters: {census.parameters:,} with the {task}-model head, {census.active:,} active per token; {parts}",
     ]
     if config.is_causal:
         floats = decode_floats(config, length)
@@ -161,15 +161,14 @@ def ranges(numbers: list[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in runs)
 
 
-def _options(config: Any) -> Iterator[str]:
+def options(config: Any) -> Iterator[str]:
     """The chosen component of every kind, by layers where they differ."""
     from ..configuration.registries import KINDS
 
     for kind, how in KINDS.items():
         own = how.per_layer and config.is_heterogeneous
         chosen: dict[str, list[int]] = {}
-        for index in range(config.num_hidden_layers) if own else [0]:
-            spec, params = config.component(kind, index if own else None)
-            chosen.setdefault(params if spec is None else spec.name, []).append(index)
+        for index, layer in enumerate(config.per_layer_config if own else [config]):
+            chosen.setdefault(getattr(layer, how.field), []).append(index)
         names = [name if len(chosen) == 1 else f"{name} (layers {ranges(at)})" for name, at in chosen.items()]
         yield f"{kind.replace('_', '-')} {', '.join(names)}"
