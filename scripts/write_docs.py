@@ -18,11 +18,12 @@ from typing import Any
 
 from frankenstein_hf.configuration.component import ComponentSpec, MixerSpec, describe_range
 from frankenstein_hf.configuration.configuration_frankenstein import FrankensteinConfig
+from frankenstein_hf.configuration.keys import fields_of
 from frankenstein_hf.configuration.registries import KINDS, MIXERS
 from frankenstein_hf.data.atomic import write_text
 from frankenstein_hf.optim.spec import COMMON_PARAMS, OPTIMIZERS, OptimizerParams, OptimizerSpec
 from frankenstein_hf.recipes.checking import FILE
-from frankenstein_hf.recipes.schema import as_text, schema
+from frankenstein_hf.recipes.schema import as_text, config_docs, schema
 
 ROOT = Path(__file__).resolve().parent.parent
 COSTS = ROOT / "docs" / "optimizer_costs.json"
@@ -97,6 +98,15 @@ def component_catalogue() -> str:
             cells = (spec.summary, named, spec.reference)
             rows.append(f"| `{spec.name}` | {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
         parts.append("\n".join(rows))
+    taken = {name for how in KINDS.values() for name in (how.field, how.params_field)}
+    docs = config_docs()
+    rows = ["| key | default | what it does |", "|---|---|---|"]
+    rows += [
+        f"| `{name}` | `{defaults[name]!r}` | {' '.join(docs[name].split()).replace('|', chr(92) + '|')} |"
+        for name in fields_of(FrankensteinConfig)
+        if name not in taken and name in docs
+    ]
+    parts += ["## All other keys", "Sizes and options that are no parts of their own.", "\n".join(rows)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.loss.loss_utils import fixed_cross_entropy
 from transformers.modeling_outputs import (
     MultipleChoiceModelOutput,
     QuestionAnsweringModelOutput,
@@ -22,12 +21,11 @@ from transformers.utils import can_return_tuple
 
 from .arguments import for_stack
 from .context import Batch, packed_starts
+from .losses import IGNORED
 from .modeling_frankenstein import FrankensteinModel
 from .ops.numerics import at_least_fp32
 from .pretrained import FrankensteinPreTrainedModel
 from .stack import StackOutput
-
-IGNORED = -100  # what transformers' losses and `num_items_in_batch` leave out
 
 
 class FrankensteinClassifier(FrankensteinPreTrainedModel):
@@ -250,9 +248,9 @@ class FrankensteinForMultipleChoice(FrankensteinClassifier):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        self.loss_type = "ForMultipleChoice"  # transformers has none
         self.dropout = nn.Dropout(self.config.classifier_dropout)
         self.classifier = nn.Linear(self.config.hidden_size, 1, bias=False)  # a bias would cancel between choices
-        self.loss_function = choice_loss
         self.post_init()
 
     @can_return_tuple
@@ -309,17 +307,6 @@ class FrankensteinForMultipleChoice(FrankensteinClassifier):
         return MultipleChoiceModelOutput(
             loss=loss, logits=logits, hidden_states=output.hidden_states, attentions=output.attentions
         )
-
-
-def choice_loss(logits: Tensor, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """Cross-entropy over the choices: the mean over rows, or their sum over `num_items_in_batch`.
-
-    Args:
-        logits: [B, C].
-        labels: [B], −100 to leave a row out.
-        num_items_in_batch: What `Trainer` counted over all accumulated batches.
-    """
-    return fixed_cross_entropy(at_least_fp32(logits), labels.to(logits.device), num_items_in_batch, IGNORED)
 
 
 # ---------------------------------------------------------------------- labels

@@ -2,6 +2,7 @@
 
 import copy
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..configuration.validation import check_special_tokens
 from .arguments import looked_up
 from .hub_bundle import auto_map, changed_since, read_card, render_card, write_bundle
 from .implementations import implementation
+from .losses import loss_for
 from .ops.backend import TRITON, check_triton
 
 
@@ -62,6 +64,17 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
         for name in ("init_parameters", "init_options"):
             if callable(fill := getattr(module, name, None)):
                 fill()
+
+    @property
+    def loss_function(self) -> Callable[..., Tensor]:
+        """The one that was assigned, else transformers' for this head, or ours if the configuration asks for more."""
+        assigned = hasattr(self, "_loss_function")
+        own = None if assigned else loss_for(self.loss_type, self.config)
+        return own or PreTrainedModel.loss_function.fget(self)  # type: ignore[attr-defined, no-any-return]
+
+    @loss_function.setter
+    def loss_function(self, value: Callable[..., Tensor]) -> None:
+        self._loss_function = value
 
     def _vocabulary_loss(self, logits: Tensor, labels: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """transformers' loss of a language model, with an error of our own for labels outside the vocabulary."""

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.nn import functional as F
 from transformers import DynamicCache
 
 from frankenstein_hf.configuration.registries import MIXERS
@@ -497,21 +498,41 @@ class OpaqueLinear(torch.nn.Module):
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
-        self.call = lambda x: torch.nn.functional.linear(x, *hidden)
+        self.call = lambda x: F.linear(x, *hidden)
         hidden = [linear.weight.detach(), None if linear.bias is None else linear.bias.detach()]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.call(x)
 
 
+class OpaqueWeight:
+    """The weight of an ordinary linear layer that does nothing but take part in linear maps, as torchao's do."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.dtype, self.device, self.call = weight.dtype, weight.device, lambda x, bias: F.linear(x, weight, bias)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        assert function is F.linear, f"{function} of a quantised weight"
+        return args[1].call(args[0], args[2])
+
+
+def opaque_weight(linear: torch.nn.Linear) -> torch.nn.Linear:
+    weight = linear.weight.detach()
+    del linear.weight
+    linear.weight = OpaqueWeight(weight)
+    return linear
+
+
+@pytest.mark.parametrize("disguised", [OpaqueLinear, opaque_weight])
 @every_causal
-def test_projections_are_called_as_modules(name):
+def test_projections_are_called_as_modules(name, disguised):
     model, x = tiny_model(name), tokens(2, 9)
     with torch.no_grad():
         expected = model.generate(x, max_new_tokens=4, min_new_tokens=4, do_sample=False)
         for key, module in list(model.model.layers.named_modules()):
             if isinstance(module, torch.nn.Linear):
-                model.model.layers.set_submodule(key, OpaqueLinear(module))
+                model.model.layers.set_submodule(key, disguised(module))
         assert torch.equal(model.generate(x, max_new_tokens=4, min_new_tokens=4, do_sample=False), expected)
 
 

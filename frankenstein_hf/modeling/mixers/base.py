@@ -20,7 +20,7 @@ from ..ops.gated_norm import gated_norm, gated_norm_reference
 from ..ops.numerics import at_least_fp32
 from ..ops.short_convolution import EPS, Stream, convolved_streams, short_convolution
 from ..ops.tracing import exporting, scan_chunks
-from ..projections import joint_linear
+from ..projections import is_plain, joint_linear
 from ..qk_norms import NoQKNorm
 
 
@@ -41,8 +41,7 @@ def linear_matrix(linear: nn.Module, like: Tensor) -> Tensor:
         linear: An adapter or a quantised layer may have taken the place of the original: these are called.
         like: […, K], an input as the module gets them.
     """
-    plain = type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks
-    if plain and "forward" not in vars(linear):  # offloading replaces the method of the instance
+    if is_plain(linear):
         return linear.weight.mT  # type: ignore[return-value]
     return linear(torch.eye(like.shape[-1], dtype=like.dtype, device=like.device))
 
