@@ -70,7 +70,7 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
         """The one that was assigned, else transformers' for this head, or ours if the configuration asks for more."""
         assigned = hasattr(self, "_loss_function")
         own = None if assigned else loss_for(self.loss_type, self.config)
-        return own or PreTrainedModel.loss_function.fget(self)  # type: ignore[attr-defined, no-any-return]
+        return own or PreTrainedModel.loss_function.fget(self)  # type: ignore[attr-defined]
 
     @loss_function.setter
     def loss_function(self, value: Callable[..., Tensor]) -> None:
