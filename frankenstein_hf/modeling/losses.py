@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 from .ops.numerics import at_least_fp32
 
@@ -177,14 +178,15 @@ LOSSES: dict[str, Callable[..., Any]] = {
 }
 
 
-def loss_for(loss_type: str | None, config: Any) -> Callable[..., Any] | None:
-    """The loss function that honours the options of `config`; None where transformers' own does.
+def loss_for(loss_type: str | None, config: Any) -> Callable[..., Any]:
+    """The loss function of a head: transformers' own, or ours where `config` asks for what that cannot do.
 
     Args:
         loss_type: transformers' name of a head's loss; None for models without one.
         config: A `FrankensteinConfig`.
     """
     options = dict(fixed=config.fixed_cross_entropy, label_smoothing=config.label_smoothing)
-    if not any(options.values()) and loss_type != "ForMultipleChoice":  # transformers has none for choices
-        return None
-    return partial(LOSSES[loss_type], **options) if loss_type is not None and loss_type in LOSSES else None
+    name = loss_type or "ForCausalLM"
+    if any(options.values()) or name not in LOSS_MAPPING:  # transformers has none for choices
+        return partial(LOSSES[name], **options)
+    return LOSS_MAPPING[name]  # type: ignore[no-any-return]

@@ -68,9 +68,7 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
     @property
     def loss_function(self) -> Callable[..., Tensor]:
         """The one that was assigned, else transformers' for this head, or ours if the configuration asks for more."""
-        assigned = hasattr(self, "_loss_function")
-        own = None if assigned else loss_for(self.loss_type, self.config)
-        return own or PreTrainedModel.loss_function.fget(self)  # type: ignore[attr-defined]
+        return self._loss_function if hasattr(self, "_loss_function") else loss_for(self.loss_type, self.config)
 
     @loss_function.setter
     def loss_function(self, value: Callable[..., Tensor]) -> None:
