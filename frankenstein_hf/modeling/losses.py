@@ -189,4 +189,5 @@ def loss_for(loss_type: str | None, config: Any) -> Callable[..., Any]:
     name = loss_type or "ForCausalLM"
     if any(options.values()) or name not in LOSS_MAPPING:  # transformers has none for choices
         return partial(LOSSES[name], **options)
-    return LOSS_MAPPING[name]  # type: ignore[no-any-return]
+    found: Any = LOSS_MAPPING[name]
+    return found
