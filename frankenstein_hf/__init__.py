@@ -41,6 +41,9 @@ if TYPE_CHECKING:
         trainer_callbacks,
         trainer_optimizer,
     )
+    from .transplant.exporting import to_transformers
+    from .transplant.importing import from_transformers
+    from .transplant.report import transfer_report
 
 # Where each public name is defined.
 _MODULES = {
@@ -85,6 +88,9 @@ _MODULES = {
         "trainer_callbacks",
         "trainer_optimizer",
     ),
+    "transplant.exporting": ("to_transformers",),
+    "transplant.importing": ("from_transformers",),
+    "transplant.report": ("transfer_report",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -116,6 +122,7 @@ __all__ = [
     "describe_groups",
     "export_decoding_step",
     "export_onnx",
+    "from_transformers",
     "list_mixers",
     "list_optimizers",
     "list_stabilizers",
@@ -127,8 +134,10 @@ __all__ = [
     "parameter_census",
     "register_mixer",
     "stabilizer_spec",
+    "to_transformers",
     "trainer_callbacks",
     "trainer_optimizer",
+    "transfer_report",
 ]
 
 

@@ -131,6 +131,7 @@ class StackConfig(PreTrainedConfig):
         rope_parameters: Rotary parameters as in transformers: `rope_type`, `rope_theta` and what the type needs.
         attention_dropout, hidden_dropout: Dropout of attention weights and of each block's output, in [0, 1).
         attention_bias, mlp_bias: Whether projections have biases.
+        attention_output_bias: Whether a mixer's last projection has one; None: as `attention_bias` says.
         initializer_range: Standard deviation of the initial weights.
         rms_norm_eps: Epsilon of every norm.
         is_causal: What the checkpoint was trained as; None lets the class decide (CausalLM: True, others: False).
@@ -167,6 +168,7 @@ class StackConfig(PreTrainedConfig):
     attention_dropout: float | int = setting(0.0, minimum=0, below=1)
     hidden_dropout: float | int = setting(0.0, minimum=0, below=1)
     attention_bias: bool = setting(False)
+    attention_output_bias: bool | None = setting(None)
     mlp_bias: bool = setting(False)
     initializer_range: float | int = setting(0.02, above=0, maximum=100)
     rms_norm_eps: float | int = setting(1e-6, above=0, maximum=1)

@@ -72,6 +72,8 @@ class Mixer(nn.Module):
         self.hidden_size = config.hidden_size
         self.num_heads = config.num_attention_heads
         self.head_dim = config.head_dim
+        own = config.attention_output_bias
+        self.output_bias = config.attention_bias if own is None else own  # of the last projection
 
     def joint(self, x: Tensor, *names: str) -> Tensor:
         """What the linear maps called `names` make of x [..., D], side by side: one product where possible."""

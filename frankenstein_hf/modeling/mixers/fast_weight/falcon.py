@@ -138,7 +138,7 @@ class Falcon(RecurrentMixer):
         self.streams = (Stream(width, unit), Stream(width, unit), Stream(width))
         self.conv = qkv_convolution(self.params, self.streams)
         self.norm = GatedHeadNorm(self.num_heads, self.head_dim, config.rms_norm_eps, centred=False)
-        self.o_proj = nn.Linear(width, D, bias=bias)
+        self.o_proj = nn.Linear(width, D, bias=self.output_bias)
 
     def init_parameters(self) -> None:
         """β = 1; λ log-uniform in (0.001, 0.1) of the statistic, so that a step keeps 0.9 to 0.999 of the state."""

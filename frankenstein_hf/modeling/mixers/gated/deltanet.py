@@ -57,7 +57,7 @@ class DeltaNet(RecurrentMixer):
         self.streams = (Stream(H * K, K), Stream(H * K, K), Stream(H * V))
         self.conv = qkv_convolution(self.params, self.streams)
         self.norm = GatedHeadNorm(H, V, config.rms_norm_eps, centred=False, activation=self.gate_activation)
-        self.o_proj = nn.Linear(H * V, D, bias=bias)
+        self.o_proj = nn.Linear(H * V, D, bias=self.output_bias)
 
     @property
     def gate_activation(self) -> str:

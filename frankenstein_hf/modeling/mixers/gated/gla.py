@@ -57,7 +57,7 @@ class GatedLinearAttention(LinearAttention):
         self.streams = (Stream(H * K), Stream(H * K), Stream(H * V))
         self.conv = qkv_convolution(self.params, self.streams)
         self.norm = GatedHeadNorm(H, V, config.rms_norm_eps, centred=True)
-        self.o_proj = nn.Linear(H * V, D, bias=bias)
+        self.o_proj = nn.Linear(H * V, D, bias=self.output_bias)
 
     def project(self, x: Tensor, rows: Rows) -> States:
         decay = at_least_fp32(self.decay_up_proj(self.decay_down_proj(x)))

@@ -92,7 +92,7 @@ class HGRN2(LinearAttention):
         self.v_proj = nn.Linear(D, H * V, bias=bias)
         self.f_proj = nn.Linear(D, H * K, bias=bias)
         self.norm = RMSNorm(H * V, config.rms_norm_eps)
-        self.o_proj = nn.Linear(H * V, D, bias=bias)
+        self.o_proj = nn.Linear(H * V, D, bias=self.output_bias)
 
     def project(self, x: Tensor, rows: Rows) -> States:
         f = at_least_fp32(self.f_proj(x))

@@ -64,7 +64,7 @@ class SeparableGaussianField(RowMixer):
         D, H, A, bias = self.hidden_size, self.num_heads, self.params.num_atoms, config.attention_bias
         self.num_axes = 1 if self.params.grid == "auto" else 2
         self.v_proj = nn.Linear(D, H * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(H * self.head_dim, D, bias=bias)
+        self.o_proj = nn.Linear(H * self.head_dim, D, bias=self.output_bias)
         self.offsets = nn.Parameter(torch.empty(self.num_axes, H, A))
         self.raw_widths = nn.Parameter(torch.empty(self.num_axes, H, A))
         self.weight_logits = nn.Parameter(torch.empty(H, A))

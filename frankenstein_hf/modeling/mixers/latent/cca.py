@@ -45,7 +45,7 @@ class CompressedConvolutionalAttention(CompressedAttention):
         delayed = self.width // 2 if p.value_shift else 0
         self.v_proj = nn.Linear(self.hidden_size, self.groups * (self.width - delayed), bias=bias)
         self.v_shift_proj = nn.Linear(self.hidden_size, self.groups * delayed, bias=bias) if delayed else None
-        self.o_proj = nn.Linear(H * self.width, self.hidden_size, bias=bias)
+        self.o_proj = nn.Linear(H * self.width, self.hidden_size, bias=self.output_bias)
         self.log_temperature = nn.Parameter(torch.zeros(self.groups))  # β
         heads = H + self.groups
         if p.num_conv_layers > 0:

@@ -78,7 +78,7 @@ class GaussianMixtureAttention(RecurrentMixer):
         self.means = nn.Parameter(torch.empty(H, p.num_components, p.routing_dim))
         self.raw_variances = nn.Parameter(torch.empty(H, p.num_components, p.routing_dim))
         self.prior_logits = nn.Parameter(torch.empty(H, p.num_components))
-        self.o_proj = nn.Linear(H * self.head_dim, D, bias=bias)
+        self.o_proj = nn.Linear(H * self.head_dim, D, bias=self.output_bias)
 
     def init_parameters(self) -> None:
         """Means normal, variances one, priors equal."""

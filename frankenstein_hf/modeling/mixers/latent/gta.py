@@ -38,7 +38,7 @@ class GroupedHeadLatentAttention(CompressedAttention):
         self.k_proj = nn.Linear(self.hidden_size, width, bias=bias)
         self.v_down_proj = nn.Linear(self.hidden_size, p.value_latent_rank, bias=bias)
         self.v_up_proj = nn.Linear(p.value_latent_rank, width, bias=bias)
-        self.o_proj = nn.Linear(width, self.hidden_size, bias=bias)
+        self.o_proj = nn.Linear(width, self.hidden_size, bias=self.output_bias)
 
     def _rotated_mean(self, x: Tensor, context: SequenceContext) -> Tensor:
         """Heads [B, T, H·W] -> means over each group [B, G, T, W], rotated."""

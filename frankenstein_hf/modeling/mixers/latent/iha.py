@@ -68,7 +68,7 @@ class InterleavedHeadAttention(CompressedAttention):
         self.q_proj = nn.Linear(self.hidden_size, H * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(self.hidden_size, G * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(self.hidden_size, G * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(H * self.head_dim, self.hidden_size, bias=bias)
+        self.o_proj = nn.Linear(H * self.head_dim, self.hidden_size, bias=self.output_bias)
         self.query_mix = nn.Parameter(torch.empty(H, P, H))
         self.key_mix = nn.Parameter(torch.empty(H, P, G))
         self.value_mix = nn.Parameter(torch.empty(H, P, G))

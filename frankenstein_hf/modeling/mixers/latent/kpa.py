@@ -44,7 +44,7 @@ class KroneckerProductAttention(CompressedAttention):
         self.k_b_proj = nn.Linear(self.hidden_size, p.key_rank * second, bias=bias)
         self.v_a_proj = nn.Linear(self.hidden_size, p.value_rank * first, bias=bias)
         self.v_b_proj = nn.Linear(self.hidden_size, p.value_rank * second, bias=bias)
-        self.o_proj = nn.Linear(self.num_heads * self.head_dim, self.hidden_size, bias=bias)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, self.hidden_size, bias=self.output_bias)
 
     def splits(self) -> tuple[int, int, int, int]:
         """h1, h2, d1, d2."""

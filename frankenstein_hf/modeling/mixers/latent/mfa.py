@@ -40,7 +40,7 @@ class MultiMatrixFactorizationAttention(CompressedAttention):
             self.value_gate = nn.Parameter(torch.zeros(C))  # α
         else:
             self.v_proj = nn.Linear(self.hidden_size, C, bias=bias)  # S_v
-        self.o_proj = nn.Linear(self.num_heads * C, self.hidden_size, bias=bias)  # O_1 … O_H
+        self.o_proj = nn.Linear(self.num_heads * C, self.hidden_size, bias=self.output_bias)  # O_1 … O_H
 
     def init_parameters(self) -> None:
         """Values equal keys at first."""

@@ -83,7 +83,7 @@ class LatentAttention(CompressedAttention):
             self.kv_b_proj = nn.Linear(part, heads * 2 * W, bias=False)
         else:  # called otherwise, so that adapters for the one do not take the other for a layer
             self.kv_b_projs = nn.ModuleList([nn.Linear(part, heads * 2 * W, bias=False) for _ in range(self.parts)])
-        self.o_proj = nn.Linear(H * W, self.hidden_size, bias=bias)
+        self.o_proj = nn.Linear(H * W, self.hidden_size, bias=self.output_bias)
         normed = p.qk_norm != "none"
         self.q_norm = RMSNorm(W, config.rms_norm_eps) if normed else None
         self.k_norm = RMSNorm(W, config.rms_norm_eps) if normed else None

@@ -43,7 +43,7 @@ class TemporalLatentAttention(RowMixer):
         self.merge_proj = nn.Linear(r, 1)  # the hyper-network
         self.k_up_proj = nn.Linear(r, width, bias=False)
         self.v_up_proj = nn.Linear(r, width, bias=False)
-        self.o_proj = nn.Linear(width, self.hidden_size, bias=bias)
+        self.o_proj = nn.Linear(width, self.hidden_size, bias=self.output_bias)
 
     def weighted_latents(self, x: Tensor) -> Tensor:
         """[R, L, r]: what every token adds to its slots, in at least fp32."""

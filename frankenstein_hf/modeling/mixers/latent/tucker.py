@@ -37,7 +37,7 @@ class TuckerAttention(CompressedAttention):
         self.k_core_proj = nn.Linear(p.key_rank, width, bias=False)
         self.v_factor_proj = nn.Linear(self.hidden_size, p.value_rank, bias=bias)
         self.v_core_proj = nn.Linear(p.value_rank, width, bias=False)
-        self.o_proj = nn.Linear(width, self.hidden_size, bias=bias)
+        self.o_proj = nn.Linear(width, self.hidden_size, bias=self.output_bias)
 
     def queries(self, x: Tensor, context: SequenceContext) -> Tensor:
         query = split_heads(self.q_core_proj(self.q_factor_proj(x)), self.num_heads)

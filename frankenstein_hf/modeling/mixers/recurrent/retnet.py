@@ -52,7 +52,7 @@ class Retention(LinearAttention):
         self.v_proj = nn.Linear(D, H * V, bias=bias)
         self.g_proj = nn.Linear(D, H * V, bias=bias) if self.params.gate else None
         self.norm = GatedHeadNorm(H, V, config.rms_norm_eps, centred=True)
-        self.o_proj = nn.Linear(H * V, D, bias=bias)
+        self.o_proj = nn.Linear(H * V, D, bias=self.output_bias)
 
     def project(self, x: Tensor, rows: Rows) -> States:
         qk = self.joint(x, "q_proj", "k_proj")

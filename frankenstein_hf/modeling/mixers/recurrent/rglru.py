@@ -83,7 +83,7 @@ class RGLRU(RecurrentMixer):
         self.recurrence_gate = BlockDiagonal(E, self.num_heads)
         self.input_gate = BlockDiagonal(E, self.num_heads)
         self.decay = nn.Parameter(torch.empty(E))  # Λ
-        self.out_proj = nn.Linear(E, D, bias=bias)
+        self.out_proj = nn.Linear(E, D, bias=self.output_bias)
 
     def init_parameters(self) -> None:
         """a^c uniform in (0.9, 0.999)."""

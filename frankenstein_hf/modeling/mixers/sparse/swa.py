@@ -54,7 +54,7 @@ class SlidingWindowAttention(RowMixer):
         self.q_proj = nn.Linear(self.hidden_size, self.num_heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(self.hidden_size, width, bias=bias)
         self.v_proj = nn.Linear(self.hidden_size, width, bias=bias)
-        self.o_proj = nn.Linear(self.num_heads * self.head_dim, self.hidden_size, bias=bias)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, self.hidden_size, bias=self.output_bias)
         self.add_qk_norm(self.num_key_value_heads)
 
     def heads(self, qkv: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,1 @@
+"""Models of transformers' own families become models of this one, and back: exactly, or not at all."""

@@ -1,0 +1,239 @@
+"""`from_transformers`: a model of another family as one of this, with other mixers in some layers if asked for."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..configuration.configuration_frankenstein import FrankensteinConfig
+from ..configuration.keys import read_dtype
+from .host import HOSTS, Fused, Host
+from .report import LayerReport, TransferReport, remember
+from .weights import FileWeights, ModelWeights, Weights, is_former, place
+
+INITS = ("transfer", "fresh", "calibrated")
+
+
+def from_transformers(
+    model_or_path: Any,
+    *,
+    layer_pattern: Any = None,
+    mixer_params: Mapping[str, Mapping[str, Any]] | None = None,
+    init: str = "transfer",
+    calibration: Any = None,
+    dtype: torch.dtype | str | None = None,
+) -> Any:
+    """A model of transformers' own families as a model of this one.
+
+    Without `layer_pattern` it is the same function. Weights are copied one at a time, from a checkpoint shard by
+    shard, so that beside the new model no second one is in memory; nothing is loaded before all has been checked.
+
+    Args:
+        model_or_path: A model, a folder with safetensors files, or a name of the Hub.
+        layer_pattern: Mixers for all layers, as one name or a list with one for every layer; or a dict of those that
+            change, by layer or by a range such as "5-8", ends included. None: the host's own.
+        mixer_params: Parameters of the new mixers, by name.
+        init: What the changed layers begin with: what has a meaning for them of the attention they replace
+            ("transfer"), or nothing of it ("fresh").
+        calibration: Batches for init="calibrated".
+        dtype: Of the new model; the host's by default.
+
+    Returns:
+        The model in eval mode, with the head of the host; `transfer_report` says where its weights come from.
+
+    Raises:
+        ValueError: A family, an option, a pattern or a checkpoint that cannot be converted; the message names the key
+            that stands in the way.
+    """
+    if init not in INITS:
+        raise ValueError(f"init={init!r} must be one of {', '.join(map(repr, INITS))}.")
+    if init == "calibrated" or calibration is not None:
+        raise ValueError("init='calibrated' and calibration= are not built yet: use init='transfer'.")
+    host_config, folder = _config_of(model_or_path)
+    host = HOSTS[host_config.model_type]
+    values = host.read_config(host_config)
+    head = _head(host, model_or_path, host_config)
+    config = FrankensteinConfig(**values)
+    weights: Weights = ModelWeights(model_or_path) if folder is None else FileWeights(folder)
+    _check_tokenizer(folder, config)
+    wanted = read_dtype("dtype", dtype)
+    wanted_dtype = weights.dtype if wanted is None else getattr(torch, wanted)
+    with torch.device("meta"):
+        model = _class(head)._from_config(config, dtype=wanted_dtype)
+    moves = _plan(host, host_config, model, weights)
+    _load(model, moves, weights)
+    _generation(model, model_or_path, folder)
+    layers = [
+        LayerReport(layer_idx, name, copied=sorted(_of_layer(model, layer_idx)))
+        for layer_idx, name in enumerate(config.mixer_names)
+    ]
+    remember(model, TransferReport(host.model_type, layers))
+    return model.eval()
+
+
+# ---------------------------------------------------------------------- what is given
+
+
+def _config_of(model_or_path: Any) -> tuple[Any, Path | None]:
+    """The host's configuration, and the folder its files lie in if it is no model."""
+    if isinstance(model_or_path, nn.Module):
+        config = getattr(model_or_path, "config", None)
+        if config is None:
+            raise ValueError(f"from_transformers takes a model of transformers, got {type(model_or_path).__name__}.")
+        return config, None
+    from transformers import AutoConfig
+
+    folder = Path(model_or_path)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        patterns = ["*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer.json"]
+        folder = Path(snapshot_download(str(model_or_path), allow_patterns=patterns))
+    return AutoConfig.from_pretrained(folder), folder
+
+
+def _head(host: Host, model_or_path: Any, config: Any) -> str:
+    """Our class for the host's: the model's own, or what the checkpoint says it was saved from."""
+    if isinstance(model_or_path, nn.Module):
+        given = type(model_or_path).__name__
+    else:
+        given = (config.architectures or [""])[0]
+    if given not in host.heads:
+        raise ValueError(
+            f"architectures={given!r} stands in the way: of {host.model_type!r} these can be converted: "
+            f"{', '.join(host.heads)}."
+        )
+    return host.heads[given]
+
+
+def _class(name: str) -> Any:
+    import frankenstein_hf
+
+    return getattr(frankenstein_hf, name)
+
+
+def _check_tokenizer(folder: Path | None, config: FrankensteinConfig) -> None:
+    """Refuse a checkpoint whose tokenizer has tokens that the embedding has no row for."""
+    path = None if folder is None else folder / "tokenizer.json"
+    if path is None or not path.is_file():
+        return
+    from tokenizers import Tokenizer
+
+    largest = max(Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values(), default=-1)
+    if largest >= config.vocab_size:
+        raise ValueError(
+            f"The tokenizer in {folder} has the token id {largest}, but vocab_size={config.vocab_size} of the host has "
+            "no embedding for it. Load the host with its own class, call resize_token_embeddings, and pass the model."
+        )
+
+
+def _generation(model: nn.Module, model_or_path: Any, folder: Path | None) -> None:
+    """Let `generate` do what the host's does by default."""
+    if not hasattr(model, "generation_config"):
+        return
+    from transformers import GenerationConfig
+
+    if folder is None:
+        settings = getattr(model_or_path, "generation_config", None)
+    else:
+        exists = (folder / "generation_config.json").is_file()
+        settings = GenerationConfig.from_pretrained(folder) if exists else None
+    if settings is not None:
+        model.generation_config = GenerationConfig.from_dict(settings.to_dict())  # type: ignore[assignment]
+
+
+# ---------------------------------------------------------------------- from names to names
+
+
+def our_names(host: Host, name: str, prefix: str) -> list[str] | None:
+    """Our tensors that the host's tensor `name` holds; None where the table has no place for it.
+
+    Args:
+        host: Whose table.
+        name: Of a weight or bias, in a model with or without a head.
+        prefix: Of the stack in models of the host with a head.
+    """
+    module, _, leaf = name.rpartition(".")
+    if module in host.head_modules:
+        return [f"{host.head_modules[module]}.{leaf}"]
+    inner = module.removeprefix(f"{prefix}.")
+    numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", inner)
+    pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", inner)
+    if pattern not in host.modules:
+        return None
+    ours = host.modules[pattern]
+    parts = ours.parts if isinstance(ours, Fused) else (ours,)
+    return [f"model.{part.replace('*', numbers[0]) if numbers else part}.{leaf}" for part in parts]
+
+
+def _plan(host: Host, host_config: Any, model: Any, weights: Weights) -> dict[str, list[str]]:
+    """Which tensors of the model every tensor of the host fills.
+
+    Raises:
+        ValueError: A tensor without a place, a place without a tensor, or shapes that disagree.
+    """
+    prefix = host.model_class(next(iter(host.heads))).base_model_prefix
+    bare = model.base_model is model
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    tied = set(model.all_tied_weights_keys)
+    moves: dict[str, list[str]] = {}
+    unknown, wrong = [], []
+    for name, shape in weights.shapes.items():
+        if is_former(name):
+            continue
+        ours = our_names(host, name, prefix)
+        if ours is None:
+            unknown.append(name)
+            continue
+        ours = [part.removeprefix("model.") for part in ours] if bare else ours
+        if bare and not any(part in expected for part in ours):
+            continue  # the head of a checkpoint that is read without it
+        if all(part in tied for part in ours):
+            continue  # written beside the weight it shares
+        if missing := [part for part in ours if part not in expected]:
+            unknown.append(f"{name} (for {', '.join(missing)})")
+            continue
+        rows = sum(expected[part][0] for part in ours)
+        if shape != (rows, *expected[ours[0]][1:]):
+            wrong.append(f"{name} ({list(shape)} saved, {[rows, *expected[ours[0]][1:]]} built)")
+        moves[name] = ours
+    filled = {part for parts in moves.values() for part in parts}
+    missing = sorted(set(expected) - filled - tied)
+    if unknown or wrong or missing:
+        raise ValueError(
+            f"The weights do not belong to their configuration ({host.model_type!r}): without a place "
+            f"{sorted(unknown) or 'nothing'}, of other shapes {wrong or 'nothing'}, missing {missing or 'nothing'}. "
+            "Nothing was loaded; check the config.json beside the weights."
+        )
+    return moves
+
+
+def _load(model: Any, moves: Mapping[str, list[str]], weights: Weights) -> None:
+    """Fill the model, one tensor of the host at a time; what none fills is initialised as in a new model."""
+    for name, tensor in weights:
+        if name not in moves:
+            continue
+        targets = [place(model, part) for part in moves[name]]
+        for target, rows in zip(targets, _rows(tensor, targets), strict=True):
+            target.copy_(rows)
+    filled = {part for parts in moves.values() for part in parts}
+    tied = set(model.all_tied_weights_keys)
+    for name in [*dict(model.named_parameters()), *dict(model.named_buffers())]:
+        if name in filled:
+            model.get_parameter_or_buffer(name)._is_hf_initialized = True
+        elif name not in tied:
+            place(model, name)
+    model.initialize_weights()
+    model.tie_weights()
+
+
+def _rows(tensor: Tensor, targets: list[Tensor]) -> Iterator[Tensor]:
+    yield from tensor.split([target.shape[0] for target in targets])
+
+
+def _of_layer(model: nn.Module, layer_idx: int) -> list[str]:
+    layer = model.base_model.layers[layer_idx]  # type: ignore[union-attr, index]
+    return list(layer.mixer.state_dict())  # type: ignore[union-attr]
