@@ -52,6 +52,8 @@ def from_transformers(
         raise ValueError(f"init={init!r} must be one of {', '.join(map(repr, INITS))}.")
     if init == "calibrated" or calibration is not None:
         raise ValueError("init='calibrated' and calibration= are not built yet: use init='transfer'.")
+    if layer_pattern is not None or mixer_params is not None:
+        raise ValueError("layer_pattern and mixer_params are not built yet: the host's own layers are converted.")
     host_config, folder = _config_of(model_or_path)
     host = HOSTS[host_config.model_type]
     values = host.read_config(host_config)
