@@ -90,7 +90,7 @@ def test_weights_that_are_missing_or_in_another_format_are_refused(tmp_path):
         fhf.from_transformers(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save(state, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="has no model.safetensors.*pass"):
+    with pytest.raises(ValueError, match=r"has no model\.safetensors.*pass"):
         fhf.from_transformers(tmp_path)
 
 
