@@ -1,9 +1,9 @@
 """Where weights are read from, one at a time: a model, wherever it keeps them, or the files of a checkpoint."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,24 +12,15 @@ from torch import Tensor, nn
 _FORMER = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
 
 
-class Weights(Protocol):
-    """Names, shapes and tensors of a checkpoint.
+class ModelWeights:
+    """The weights of a model in memory, or of one that accelerate has moved to another device or to disk.
+
+    Iterating gives every name and tensor, one in memory at a time.
 
     Attributes:
-        shapes: Of every tensor, by name; reading them loads nothing.
+        shapes: Of every tensor, by name.
         dtype: Of the first floating-point tensor.
     """
-
-    shapes: Mapping[str, tuple[int, ...]]
-    dtype: torch.dtype
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Every name and tensor, one in memory at a time."""
-        ...
-
-
-class ModelWeights:
-    """The weights of a model in memory, or of one that accelerate has moved to another device or to disk."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -50,7 +41,7 @@ class ModelWeights:
 
 
 class FileWeights:
-    """The safetensors files of a checkpoint, one shard open at a time.
+    """The safetensors files of a checkpoint, one shard open at a time; otherwise as `ModelWeights`.
 
     Raises:
         ValueError: The folder has none, or the index names a file that is not there.
@@ -85,6 +76,7 @@ class FileWeights:
                     yield name, file.get_tensor(name)
 
 
+Weights = ModelWeights | FileWeights
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
