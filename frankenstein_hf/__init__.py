@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .configuration.stack import FRANKENSTEIN_VERSION as __version__
     from .export import DecodingStep, cache_tensors, decoding_cache, export_decoding_step, export_onnx, onnx_session
     from .hub.load_mixers import load_mixers
+    from .mechanisms import list_mechanisms, mechanism_config
     from .modeling.census import parameter_census
     from .modeling.context import SequenceContext
     from .modeling.extras import LayerExtras
@@ -62,6 +63,7 @@ _MODULES = {
         "onnx_session",
     ),
     "hub.load_mixers": ("load_mixers",),
+    "mechanisms": ("list_mechanisms", "mechanism_config"),
     "modeling.census": ("parameter_census",),
     "modeling.context": ("SequenceContext",),
     "modeling.extras": ("LayerExtras",),
@@ -123,10 +125,12 @@ __all__ = [
     "export_decoding_step",
     "export_onnx",
     "from_transformers",
+    "list_mechanisms",
     "list_mixers",
     "list_optimizers",
     "list_stabilizers",
     "load_mixers",
+    "mechanism_config",
     "mixer_spec",
     "onnx_session",
     "optimizer_spec",

@@ -24,6 +24,7 @@ from .tracing import exporting
 
 UNIT_EPS = 1e-12  # beside the squared length of a row of Λ
 SEGMENT_FLOATS = {"cpu": 2**19, "other": 2**24}  # of Λ that are in memory at once
+FEWEST = 64  # nodes of a segment where the window is as long; with fewer, most work would be on their neighbours
 
 Rotation = Callable[[Tensor], tuple[Tensor, Tensor]]  # distances [E] -> cos, sin [E, rotated width]
 
@@ -237,6 +238,8 @@ def window_consensus_gradient(
             f"source and target must be [{R}, {N}, F] beside u {list(u.shape)}, got {list(source.shape)} and "
             f"{list(target.shape)}."
         )
+    if isinstance(N, int):  # not a symbol of a traced graph
+        window = window._replace(size=min(window.size, max(1, N - 1)))
     if keep is None:
         keep = torch.ones(1, N, dtype=torch.bool, device=u.device)
     angles = None
@@ -329,7 +332,7 @@ class _Windowed(torch.autograd.Function):
             with torch.enable_grad():
                 cut = [u[:, outer], source[:, inner], target[:, outer], *networks]
                 cut = [x.detach().requires_grad_() for x in cut]
-                out = _segment(window, ctx.angles, *cut[:3], keep[:, outer], EdgeNetworks(*cut[3:]))
+                out = _segment(window, ctx.angles, cut[0], cut[1], cut[2], keep[:, outer], EdgeNetworks(*cut[3:]))
             changes = torch.autograd.grad(out, cut, grad[:, outer])
             for total, change, place in zip(sums, changes, (outer, inner, outer, *[None] * len(networks))):
                 if place is None:
@@ -345,7 +348,7 @@ def _segments(window: Window, u: Tensor, networks: Any) -> list[tuple[slice, sli
     R, N = u.shape[:2]
     floats = R * len(window.offsets) * networks[2].shape[1]
     budget = SEGMENT_FLOATS["cpu" if u.device.type == "cpu" else "other"]
-    C = max(window.size, budget // floats, 1)
+    C = max(min(window.size, FEWEST), budget // floats)
     return [
         (slice(start, min(start + C, N)), slice(start, min(start + C, N) + window.size + window.ahead))
         for start in range(0, N, C)

@@ -32,18 +32,22 @@ FIRST_STEP = -2.2  # softplus of it is 0.105
 
 
 @full_precision
-def eager_self_consensus(u: Tensor, η: Tensor, edges: Edges, Q: Rotation | None, **how: bool) -> Tensor:
+def eager_self_consensus(
+    u: Tensor, η: Tensor, edges: Edges, Q: Rotation | None, rotate_back: bool, source_only: bool
+) -> Tensor:
     """u_i ← u_i − η_i Σ_j [Q_{i−j}ᵀ R_ij (Q_{i−j} u_i − u_j) + R_ji (u_i − Q_{j−i} u_j)],  R = α I + β Λᵀ Λ.
 
-    The sum runs over the edges, each of which adds its residual at i and subtracts it at j; `how` may drop the Qᵀ in
-    front, and what is subtracted. R stays what it is through all iterations.
+    The sum runs over the edges, each of which adds its residual at i and, unless `source_only`, subtracts it at j.
+    Without `rotate_back` there is no Qᵀ in front. R stays what it is through all iterations.
 
     Args:
         u: [R, N, H, W].
         η: [T, R or 1, N].
     """
     for η_t in η:
-        u = u - η_t[..., None, None] * consensus_gradient(u, edges, rotation=Q, **how)
+        u = u - η_t[..., None, None] * consensus_gradient(
+            u, edges, rotation=Q, rotate_back=rotate_back, source_only=source_only
+        )
     return u
 
 
@@ -122,13 +126,17 @@ class SelfConsensus(RowMixer):
         states = (layer.read(self.advance) if layer is not None else None) or {}
         y, keep = x, rows.keep
         if states:
-            y, P = torch.cat([states["inputs"].to(x.dtype), x], dim=1), self.params.tail
+            y, P = torch.cat([states["inputs"].to(x.dtype), x], dim=1), states["inputs"].shape[1]
             before = torch.arange(-P, 0, device=x.device) >= -states["seen"][:, None]
             real = x.new_ones(x.shape[:2], dtype=torch.bool) if keep is None else keep
             keep = torch.cat([before, real], dim=1)
         u = self.agree(y, keep, self.steps(rows, P), rows)
         if layer is not None:
-            layer.write(self.advance({"inputs": x}, states, rows.lengths), {"inputs": x}, rows.context.keep)
+            states = self.advance({"inputs": x}, states, rows.lengths)
+            if layer.num_places is not None:  # of one length throughout
+                size = min(self.params.tail, layer.num_places)
+                states["inputs"] = in_front(states["inputs"], size)[:, -size:]
+            layer.write(states, {"inputs": x}, rows.context.keep)
         return self.o_proj(u[:, P:].flatten(2).to(x.dtype)), None
 
     def agree(self, y: Tensor, keep: Tensor | None, steps: Tensor, rows: Rows) -> Tensor:
@@ -136,8 +144,8 @@ class SelfConsensus(RowMixer):
         u = at_least_fp32(self.u_proj(y)).unflatten(-1, (self.num_heads, -1))
         if rows.context.backend == "eager":
             window = self.window(rows.is_causal)
-            how = {"rotate_back": window.rotate_back, "source_only": window.is_causal}
-            return eager_self_consensus(u, steps, self.edges(y, keep, rows), self.rotation(rows), **how)
+            edges, rotation = self.edges(y, keep, rows), self.rotation(rows)
+            return eager_self_consensus(u, steps, edges, rotation, window.rotate_back, window.is_causal)
         gradient = self.energy_gradient(y, keep, rows)
         for step in steps:
             u = u - step[..., None, None] * gradient(u)
@@ -161,9 +169,15 @@ class SelfConsensus(RowMixer):
         return Edges(i, j, *weights, None if keep is None else keep[:, i] & keep[:, j])
 
     def advance(self, inputs: States, states: States, lengths: Tensor | None) -> States:
-        """The inputs of the last T·w tokens [R, T·w, D], zeros before the first; `seen` [R] counts them."""
+        """The inputs of the last T·w tokens, as many as there are, zeros before the first; `seen` [R] counts them."""
         x = inputs["inputs"]
         seen = states.get("seen", torch.zeros(len(x), dtype=torch.long, device=x.device))
-        past = states.get("inputs", x.new_zeros(len(x), self.params.tail, x.shape[2]))
+        past = states.get("inputs", x[:, :0]).to(x.dtype)
+        past = in_front(past, min(self.params.tail, past.shape[1] + x.shape[1]))
         seen = seen + (x.shape[1] if lengths is None else lengths)
-        return {"seen": seen, "inputs": last_real(past.to(x.dtype), x, lengths).clone()}
+        return {"seen": seen, "inputs": last_real(past, x, lengths).clone()}
+
+
+def in_front(x: Tensor, size: int) -> Tensor:
+    """`x` [R, P, D] with zeros before it, at least `size` long."""
+    return F.pad(x, (0, 0, max(0, size - x.shape[1]), 0))
