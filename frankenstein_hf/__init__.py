@@ -94,6 +94,7 @@ _MODULES = {
     "transplant.importing": ("from_transformers",),
     "transplant.report": ("transfer_report",),
 }
+_PACKAGES = ("diagnostics",)  # offered as they are
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
@@ -148,6 +149,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module(".configuration.stack", __name__).FRANKENSTEIN_VERSION
+    if name in _PACKAGES:
+        return import_module(f".{name}", __name__)
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f".{_HOME[name]}", __name__), name)

@@ -20,10 +20,14 @@ class WatchInputs(TrainerCallback):
         """Watch the model."""
 
         def keep(module: Any, positional: Any, inputs: dict[str, Any]) -> None:
-            if module.training:
+            if module.training and self.watches(inputs):
                 self._inputs = inputs
 
         self._hook = model.register_forward_pre_hook(keep, with_kwargs=True)
+
+    def watches(self, inputs: dict[str, Any]) -> bool:
+        """Whether a call with these inputs is one to keep."""
+        return True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop watching."""

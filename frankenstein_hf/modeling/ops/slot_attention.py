@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .numerics import at_least_fp32, untraced
@@ -93,6 +94,7 @@ class _SlotAttention(torch.autograd.Function):
         return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, open_k, open_v, output, lse, weights = ctx.saved_tensors
         (stride, merge_factor), K, scale = ctx.sizes, open_k.shape[2], q.shape[-1] ** -0.5

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .numerics import at_least_fp32, full_precision, untraced
 
@@ -186,6 +187,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     @full_precision
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         leaves = ctx.saved_tensors
         chunks, budget, offset, is_causal = ctx.rest

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .numerics import LOG_TINY, at_least_fp32, full_precision, untraced
 
@@ -196,6 +197,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     @full_precision
+    @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o = ctx.saved_tensors
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -293,6 +295,7 @@ class _Union(torch.autograd.Function):
 
     @staticmethod
     @full_precision
+    @once_differentiable
     def backward(ctx: Any, do: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
         N, do = q.shape[2], do.contiguous()
