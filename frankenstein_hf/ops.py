@@ -1,5 +1,16 @@
 """The numerical cores as pure functions of tensors; shapes and sources in each docstring."""
 
+from .modeling.ops.consensus import (
+    EdgeNetworks,
+    Edges,
+    Window,
+    aligned_edges,
+    consensus_energy,
+    consensus_gradient,
+    edge_weights,
+    window_consensus_gradient,
+    window_edges,
+)
 from .modeling.ops.decayed_scan import decayed_scan
 from .modeling.ops.delta_rule import delta_rule
 from .modeling.ops.fast_weights import channelwise_delta_rule
@@ -13,11 +24,18 @@ from .modeling.ops.short_convolution import short_convolution
 from .modeling.ops.window_attention import window_attention
 
 __all__ = [
+    "EdgeNetworks",
+    "Edges",
+    "Window",
+    "aligned_edges",
     "apply_band",
     "channelwise_delta_rule",
+    "consensus_energy",
+    "consensus_gradient",
     "decayed_scan",
     "delta_rule",
     "eager_attention",
+    "edge_weights",
     "gaussian_band",
     "merge_partial_softmax",
     "neural_memory",
@@ -27,4 +45,6 @@ __all__ = [
     "selective_scan",
     "short_convolution",
     "window_attention",
+    "window_consensus_gradient",
+    "window_edges",
 ]

@@ -302,6 +302,22 @@ def test_a_second_derivative_of_the_fast_form_is_refused():
         first.sum().backward()
 
 
+def test_what_is_kept_for_the_backward_pass_holds_no_weight_of_an_edge():
+    """Λ of all edges would be N·2w·r·H·W numbers: more than all that is kept, by far."""
+    kept = []
+
+    def count(x):
+        kept.append(x.numel())
+        return x
+
+    graph = Graph(N=400, w=3, r=4, R=1)
+    networks = EdgeNetworks(*(x.requires_grad_() for x in graph.networks))
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+        window_consensus_gradient(graph.u, graph.source, graph.target, networks, Window(3, False)).sum().backward()
+    assert sum(kept) < 400 * (H * W + 2 * 15 + 1) + 3000 < 400 * 6 * 4 * H * W / 9
+    assert all(x.grad.isfinite().all() for x in networks)
+
+
 def test_edges_of_other_graphs_and_nodes_that_do_not_exist():
     graph = Graph(N=6)
     i, j = torch.tensor([0, 5, 0, 3]), torch.tensor([5, 0, 3, 0])  # far apart

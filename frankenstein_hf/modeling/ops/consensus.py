@@ -23,7 +23,7 @@ from .numerics import full_precision
 from .tracing import exporting
 
 UNIT_EPS = 1e-12  # beside the squared length of a row of Λ
-SEGMENT_FLOATS = {"cpu": 2**19, "other": 2**24}  # of Λ that are in memory at once
+SEGMENT_FLOATS = {"cpu": 2**18, "other": 2**24}  # of Λ that are in memory at once
 FEWEST = 64  # nodes of a segment where the window is as long; with fewer, most work would be on their neighbours
 
 Rotation = Callable[[Tensor], tuple[Tensor, Tensor]]  # distances [E] -> cos, sin [E, rotated width]
@@ -103,9 +103,10 @@ def edge_weights(hidden: Tensor, networks: EdgeNetworks, heads: tuple[int, int])
 
 def weighted(q: Tensor, alpha: Tensor, beta: Tensor, Lambda: Tensor) -> Tensor:
     """R q of q [..., H, W], with the rows of Λ brought to length one on the way: β Λᵀ Λ = Λ'ᵀ diag(β / |Λ'_k|²) Λ'."""
+    # sums of products: as matrix products, so many small ones would take three times as long
     strength = beta[..., None] / (Lambda.square().sum(-1) + UNIT_EPS)
-    along = (Lambda @ q[..., None]).squeeze(-1)
-    return alpha[..., None] * q + (Lambda.mT @ (strength * along)[..., None]).squeeze(-1)
+    along = (Lambda * q[..., None, :]).sum(-1)
+    return alpha[..., None] * q + (Lambda * (strength * along)[..., None]).sum(-2)
 
 
 # ---------------------------------------------------------------------- any graph
