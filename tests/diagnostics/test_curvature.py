@@ -143,33 +143,48 @@ def test_a_probe_of_any_optimizer_leaves_no_trace(name):
 
 
 def hessian_both_ways(name, is_causal):
-    params = dict(MIXERS.get(name).small_params)
+    values = dict(MIXERS.get(name).small_params)
     if name.startswith("falcon"):  # the other λ is a statistic that takes no gradient
-        params["lambda_mode"] = "static"
-    model, x = tiny_model([name], is_causal, mixer_params={name: params}).double(), tokens(2, 13)
+        values["lambda_mode"] = "static"
+    model, x = tiny_model([name], is_causal, mixer_params={name: values}).double(), tokens(2, 13)
 
     def own(model, x):
         return nn.functional.cross_entropy(model(x).logits.flatten(0, 1), x.roll(1, 1).flatten())
 
+    def slope_of():
+        found = torch.autograd.grad(own(model, x), params, allow_unused=True)
+        return sum((g * d).sum() for g, d in zip(found, update.values()) if g is not None).item()
+
     torch.manual_seed(3)
-    gradient = torch.autograd.grad(own(model, x), list(model.parameters()))
-    update = {p: 0.1 * torch.randn_like(p) - g for p, g in zip(model.parameters(), gradient)}
+    params = list(model.parameters())
+    gradient = torch.autograd.grad(own(model, x), params, allow_unused=True)
+    update = {p: 0.1 * torch.randn_like(p) - (0 if g is None else g) for p, g in zip(params, gradient)}
     exact = stable_step(model, update, 0.1, x, loss=own, method="exact")
     assert model.config._attn_implementation == "sdpa"
-    return exact, stable_step(model, update, 0.1, x, loss=own, method="difference")
+    slopes, e = [], 1e-6 / torch.cat([u.flatten() for u in update.values()]).norm().item()
+    for a in (e, -2 * e):  # small enough for models whose slope bends as sharply as these'
+        with torch.no_grad():
+            for p, u in update.items():
+                p.add_(u, alpha=a)
+        slopes.append(slope_of())
+    return exact.curvature, (slopes[0] - slopes[1]) / (2 * e)
 
 
 @pytest.mark.parametrize("name", ["standard", "gated_deltanet", "self_consensus", "mamba"])
 def test_two_backward_passes_agree_with_the_difference_of_gradients_of_the_fast_form(name):
     exact, difference = hessian_both_ways(name, True)
-    assert math.isclose(exact.curvature, difference.curvature, rel_tol=1e-4)
+    assert math.isclose(exact, difference, rel_tol=1e-4)
+
+
+# fpa has a surrogate gradient; an eigenvector in falcon3 and falcon3a is held fixed, which the first derivative allows
+APART = ("fpa", "falcon3", "falcon3a")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "is_causal"), [mode for mode in MODES if mode[0] != "fpa"])  # a surrogate gradient
+@pytest.mark.parametrize(("name", "is_causal"), [mode for mode in MODES if mode[0] not in APART])
 def test_every_mixer_has_a_second_derivative_that_is_right(name, is_causal):
     exact, difference = hessian_both_ways(name, is_causal)
-    assert math.isclose(exact.curvature, difference.curvature, rel_tol=1e-4)
+    assert math.isclose(exact, difference, rel_tol=1e-4)
 
 
 class OnceOnly(torch.autograd.Function):
