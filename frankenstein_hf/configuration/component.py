@@ -174,7 +174,7 @@ class MixerSpec(ComponentSpec):
         takes_residual: Receives the residual stream instead of the normed input, and norms it itself (`Mixer.normed`).
         logits: Of the projections `q_proj` and `k_proj`, whose heads' dot products are the attention scores, those an
             optimizer may rescale to bound the scores; the mixer returns their maxima when asked. Empty: no such scores.
-        qk_norm: Takes the model's `qk_norm`.
+        qk_norm: Takes the model's `qk_norm` and `attention_scale`.
         gradient: "exact", or "surrogate" where the method itself substitutes gradients.
         parameter_free: `(params) -> bool`, true when only the four standard projections are used.
         rotary_width: `(params, config) -> int`, the width its rotary positions are made for.

@@ -18,6 +18,9 @@ class FrankensteinConfig(StackConfig):
     Args:
         vocab_size: Number of tokens.
         tie_word_embeddings: Share the embedding matrix with the language-model head.
+        embedding_scale: What embeddings are multiplied by before the first layer, `inputs_embeds` too.
+        logits_scaling: What the logits of a language model are divided by.
+        logit_softcap: c in c·tanh(logits/c), which bounds the logits of a language model; None: no bound.
         use_cache: Return a cache from causal models.
         sparse_prediction: MaskedLM computes training logits at labelled positions only; `logits` is then
             [labelled, vocab_size]. The loss is the same.
@@ -37,6 +40,9 @@ class FrankensteinConfig(StackConfig):
 
     vocab_size: int = setting(32000, minimum=1, maximum=2**24)
     tie_word_embeddings: bool = setting(True)
+    embedding_scale: float | int = setting(1.0, above=0, maximum=1e6)
+    logits_scaling: float | int = setting(1.0, above=0, maximum=1e6)
+    logit_softcap: float | int | None = setting(None, above=0, maximum=1e6)
     use_cache: bool = setting(True)
     sparse_prediction: bool = setting(False)
     classifier_pooling: str | None = setting(None, choices=("cls", "mean", "last"))

@@ -10,6 +10,13 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
+class SumParams(Params):
+    """Parameters of the schemes that add."""
+
+    multiplier: float = param(1.0, "What a change is multiplied by before it is added.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class FullAttentionParams(Params):
     """Parameters of `full_attn`."""
 
@@ -71,7 +78,17 @@ RESIDUAL_SPECS = (
         family="residual",
         summary="x + F(norm(x)).",
         reference="Deep Residual Learning for Image Recognition, arXiv 1512.03385",
+        params=SumParams,
         implementation="residuals:ResidualStream",
+    ),
+    ComponentSpec(
+        name="parallel",
+        family="residual",
+        summary="x + F(norm(x)) + G(norm(x)): mixer and feed-forward block read the same stream.",
+        reference="GPT-NeoX-20B, arXiv 2204.06745",
+        params=SumParams,
+        aliases=("parallel_residual", "gpt_j", "gpt_neox"),
+        implementation="residuals:ParallelStream",
     ),
     ComponentSpec(
         name="none",

@@ -122,6 +122,8 @@ class StackConfig(PreTrainedConfig):
             before the sum ("post"), or both ("sandwich").
         qk_norm: Norm of queries and keys, before rotation, in the layers whose mixer takes one: "none", "rms_norm",
             "layer_norm" or "l2_norm".
+        attention_scale: What dot products of queries and keys are multiplied by before the softmax, in the layers whose
+            mixer takes a `qk_norm`; None: 1/√head_dim.
         residual: How layers are joined in depth: "standard" (x + F(norm(x))) or "none" (F(norm(x))).
         activation_params, feed_forward_params, norm_params, qk_norm_params, residual_params: Parameters of what the
             field names.
@@ -158,6 +160,7 @@ class StackConfig(PreTrainedConfig):
     norm_placement: str = setting("pre", choices=tuple(NORM_PLACEMENTS))
     qk_norm: str = setting("none")
     qk_norm_params: dict[str, Any] | None = setting(None)
+    attention_scale: float | int | None = setting(None, above=0, maximum=1e6)
     residual: str = setting("standard")
     residual_params: dict[str, Any] | None = setting(None)
     num_loops: int = setting(1, minimum=1, maximum=1000)
@@ -312,6 +315,13 @@ class StackConfig(PreTrainedConfig):
 
     def _check_honoured(self) -> None:
         """Refuse what no layer's mixer can honour."""
+        if self.attention_scale is not None and not any(MIXERS.get(name).qk_norm for name in self.mixer_names):
+            able = sorted(spec.name for spec in MIXERS if spec.qk_norm)
+            raise ValueError(
+                f"attention_scale={self.attention_scale} can do nothing: no mixer of layer_pattern="
+                f"{shown(list(dict.fromkeys(self.mixer_names)))} takes it. Leave it out, or use one of: "
+                f"{', '.join(able)}."
+            )
         layers = list(range(self.num_hidden_layers)) if self.is_heterogeneous else self._first_layers()
         for kind, how in KINDS.items():
             if not how.per_layer:

@@ -131,6 +131,8 @@ class FrankensteinModel(StackModel):
         if output_hidden_states is None:
             output_hidden_states = bool(config.output_hidden_states)
         embeddings = self._embed(input_ids) if inputs_embeds is None else inputs_embeds
+        if config.embedding_scale != 1.0:
+            embeddings = embeddings * config.embedding_scale
         return self.run_stack(embeddings, context, cache, output_hidden_states=output_hidden_states)
 
     def _embed(self, input_ids: Any) -> Tensor:
@@ -242,7 +244,7 @@ class FrankensteinForCausalLM(FrankensteinPreTrainedModel, GenerationMixin):
                 use_cache=use_cache,
                 **for_stack(kwargs),
             )
-            logits = self.lm_head(slice_logits_to_keep(output.last_hidden_state, logits_to_keep))
+            logits = self._logits(slice_logits_to_keep(output.last_hidden_state, logits_to_keep))
             loss = None
             hidden_states = output.last_hidden_state
             batch = Batch.like(hidden_states, attention_mask=attention_mask, position_ids=position_ids, **packing)
@@ -319,7 +321,7 @@ class FrankensteinForMaskedLM(FrankensteinPreTrainedModel):
             labelled = (labels != -100).flatten().nonzero().squeeze(1)
             hidden_states = hidden_states.flatten(0, 1).index_select(0, labelled)
             labels = labels.flatten().index_select(0, labelled)
-        logits = self.lm_head(hidden_states)
+        logits = self._logits(hidden_states)
         loss = None
         if labels is not None:
             loss = self._vocabulary_loss(logits, labels, kwargs)

@@ -74,6 +74,15 @@ class FrankensteinPreTrainedModel(PreTrainedModel):
     def loss_function(self, value: Callable[..., Tensor]) -> None:
         self._loss_function = value
 
+    def _logits(self, hidden_states: Tensor) -> Tensor:
+        """[…, D] through the language-model head: […, vocab_size], scaled and bounded as the configuration says."""
+        config, logits = self.config, self.lm_head(hidden_states)
+        if config.logits_scaling != 1.0:
+            logits = logits / config.logits_scaling
+        if config.logit_softcap is not None:
+            logits = torch.tanh(logits / config.logit_softcap) * config.logit_softcap
+        return logits
+
     def _vocabulary_loss(self, logits: Tensor, labels: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """transformers' loss of a language model, with an error of our own for labels outside the vocabulary."""
         size = self.config.vocab_size

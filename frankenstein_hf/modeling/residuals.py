@@ -25,6 +25,8 @@ class Connection(nn.Module):
 
     def __init__(self, config: Any, layer_idx: int, site: str) -> None:
         super().__init__()
+        self.site = site
+        self.multiplier = getattr(config.component("residual").params, "multiplier", 1.0)
 
     def init_parameters(self) -> None:
         """Fill raw parameters and buffers, through `transformers.initialization` only."""
@@ -35,7 +37,11 @@ class Connection(nn.Module):
 
     def write(self, stream: Stream, carry: Any, change: Tensor, loop: int) -> Stream:
         """The stream after the sublayer returned `change` [B, T, D]."""
-        return carry + change
+        return carry + self.scaled(change)
+
+    def scaled(self, change: Tensor) -> Tensor:
+        """What is added of a change."""
+        return change if self.multiplier == 1.0 else change * self.multiplier
 
 
 class ResidualStream(nn.Module):
@@ -85,3 +91,21 @@ class NoResidual(ResidualStream):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         logger.warning_once("residual='none' has no skips: an ablation, hard to train in more than a few layers.")
+
+
+class ParallelConnection(Connection):
+    """Both sublayers read the stream as it was before the layer; the second adds what both return."""
+
+    def read(self, stream: Stream, loop: int) -> tuple[Tensor, Any]:
+        return (stream if self.site == "mixer" else stream[0]), stream
+
+    def write(self, stream: Stream, carry: Any, change: Tensor, loop: int) -> Stream:
+        if self.site == "mixer":
+            return carry, self.scaled(change)
+        return carry[0] + carry[1] + self.scaled(change)
+
+
+class ParallelStream(ResidualStream):
+    """x + F(norm(x)) + G(norm(x)), mixer and feed-forward block side by side."""
+
+    connection = ParallelConnection

@@ -7,11 +7,13 @@ import torch
 from ..configuration.configuration_frankenstein import FrankensteinConfig
 from ..configuration.values import shown
 from .host import HOSTS, Host
-from .importing import our_names
+from .importing import joined, our_names, stack_prefix
 
 # Keys of ours that are notes, or settings of training that a host may not have.
 _NOTES = "_name_or_path architectures auto_map dtype frankenstein_version transformers_version is_causal layer_pattern "
-_NOTES += "mixer_params per_layer_config layer_types use_cache label_smoothing fixed_cross_entropy model_type"
+_NOTES += (
+    "mixer_params per_layer_config layer_types use_cache label_smoothing problem_type fixed_cross_entropy model_type"
+)
 
 
 def to_transformers(model: Any, host: str | None = None) -> Any:
@@ -32,6 +34,10 @@ def to_transformers(model: Any, host: str | None = None) -> Any:
     names = [host] if host is not None else list(HOSTS)
     if host is None and report is not None:
         names = [report.host, *(name for name in names if name != report.host)]
+    head = type(model).__name__
+    if not (able := [name for name in names if head in HOSTS[name].heads.values()]):
+        raise ValueError(f"None of {', '.join(names)} has a head like {head}; export another head, or the stack alone.")
+    names = able
     refused: dict[str, list[str]] = {}
     for name in names:
         refused[name] = differences(HOSTS[name], model)
@@ -47,9 +53,6 @@ def to_transformers(model: Any, host: str | None = None) -> Any:
 def differences(host: Host, model: Any) -> list[str]:
     """What of a model the host's configuration cannot say: written and read back, it would be something else."""
     config = model.config
-    head = type(model).__name__
-    if head not in host.heads.values():
-        return [f"the head {head}"]
     able = {"standard", "swa"}
     if strange := {i: name for i, name in enumerate(config.mixer_names) if name not in able}:
         by_mixer = {name: [str(i) for i, other in strange.items() if other == name] for name in strange.values()}
@@ -63,6 +66,9 @@ def differences(host: Host, model: Any) -> list[str]:
     for i, (name, other) in enumerate(pairs):
         if name != other or config.params_for(i) != again.params_for(i):
             found.append(f"{name!r} with {config.params_for(i)} in layer {i}")
+    for name in host.zeros:
+        if name in model.state_dict() and bool(model.state_dict()[name].any()):
+            found.append(f"{name}, which is not zero")
     notes = set(_NOTES.split())
     before, after = _plain(config), _plain(again)
     for key in sorted((before.keys() | after.keys()) - notes):
@@ -86,13 +92,13 @@ def _converted(host: Host, model: Any) -> Any:
     with torch.device("meta"):
         result = host.model_class(head)._from_config(host.write_config(model.config), dtype=model.dtype)
     state, bare = model.state_dict(), model.base_model is model
-    prefix = host.model_class(next(iter(host.heads))).base_model_prefix
+    prefix, heads = stack_prefix(host), model.config.num_attention_heads
     filled = {}
     for name in result.state_dict():
         ours = our_names(host, name, prefix)
         assert ours is not None, name
-        parts = [state[part.removeprefix("model.") if bare else part].detach() for part in ours]
-        filled[name] = torch.cat(parts) if len(parts) > 1 else parts[0].clone()
+        parts = [state[part.removeprefix("model.") if bare else part].detach() for part in ours.parts]
+        filled[name] = joined(parts, ours, heads)
     return _filled(result, filled, model)
 
 

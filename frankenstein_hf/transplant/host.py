@@ -4,6 +4,7 @@ Reading is strict. A key of the host's configuration is either carried over, or 
 nothing; whatever else it says raises, because a conversion that is nearly right is worse than none.
 """
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -42,9 +43,11 @@ class Fused:
 
     Attributes:
         parts: Our modules, in the order of the rows.
+        by_heads: The rows of the parts alternate from head to head.
     """
 
     parts: tuple[str, ...]
+    by_heads: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +67,14 @@ class Host:
         reads: Its keys that `read` looks at.
         write: The other way: what our configuration says beyond `keys`, as keys of the host.
         causal: Whether its models see earlier tokens only.
+        partial_rotary: Whether it honours `partial_rotary_factor`.
+        zeros: Tensors of ours, if there are any, that it does not have and that do nothing at zero.
     """
 
     model_type: str
     heads: Mapping[str, str]
     modules: Mapping[str, str | Fused]
-    head_modules: Mapping[str, str] = field(default_factory=lambda: {"lm_head": "lm_head"})
+    head_modules: Mapping[str, str] = field(default_factory=lambda: {"lm_head": "lm_head", "score": "classifier"})
     keys: Mapping[str, str] = field(default_factory=dict)
     always: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     without_effect: frozenset[str] = frozenset()
@@ -78,6 +83,8 @@ class Host:
     reads: frozenset[str] = frozenset()
     write: Callable[[FrankensteinConfig], dict[str, Any]]
     causal: bool = True
+    partial_rotary: bool = False
+    zeros: tuple[str, ...] = ("classifier.bias",)
 
     def config_class(self) -> type:
         """transformers' configuration class."""
@@ -106,7 +113,7 @@ class Host:
         same, written = self.same_keys(), config.to_dict()
         labels = {key: written[key] for key in ("id2label", "label2id") if written.get(key)}
         ours = {**self.fixed, **labels}
-        always = ALWAYS | dict(self.always)
+        always = {key: value for key, value in ALWAYS.items() if key not in self.without_effect} | dict(self.always)
         known = {*same, *self.reads, *self.without_effect, *NOTES, "id2label", "label2id"}
         for key, value in written.items():
             if key in same:
@@ -116,12 +123,22 @@ class Host:
                     raise self.obstacle(key, value, f"only {' or '.join(map(repr, always[key]))} can be expressed")
             elif key not in known and value not in (None, False):
                 raise self.obstacle(key, value, "this converter does not know what it means")
-        if self.causal:
-            ours["is_causal"] = True
+        ours["is_causal"] = self.causal
         try:
-            return ours | self.read(config)
+            ours |= self.read(config)
+            self._check_rotary(ours)
         except Obstacle as error:
             raise self.obstacle(error.key, getattr(config, error.key, None), error.why) from None
+        return ours
+
+    def _check_rotary(self, ours: Mapping[str, Any]) -> None:
+        """Refuse a share of the head that the host would not rotate, or not rotate as we do."""
+        factor = (ours.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0)
+        if factor != 1.0 and not self.partial_rotary:
+            raise Obstacle("rope_parameters", "this family rotates whole heads")
+        width = ours.get("head_dim") or ours["hidden_size"] // ours["num_attention_heads"]
+        if int(width * factor) % 2:
+            raise Obstacle("rope_parameters", f"an odd number of channels, {int(width * factor)}, would be rotated")
 
     def obstacle(self, key: str, value: Any, why: str) -> ValueError:
         """The error about a key of the host that stands in the way."""
@@ -132,7 +149,8 @@ class Host:
 
     def write_config(self, config: FrankensteinConfig) -> Any:
         """Our configuration as one of the host's, as far as it can say it; see `differences`."""
-        values = {theirs: getattr(config, ours) for theirs, ours in self.same_keys().items()}
+        # copies, for configurations write into the dicts they are given
+        values = {theirs: copy.deepcopy(getattr(config, ours)) for theirs, ours in self.same_keys().items()}
         values |= {"id2label": config.id2label, "label2id": config.label2id, "dtype": config.dtype}
         return self.config_class()(**values | self.write(config))
 
@@ -219,7 +237,7 @@ QK_NORM_MODULES: dict[str, str | Fused] = {
 }
 
 
-def decoder_heads(family: str, *more: str) -> dict[str, str]:
-    """Classes of a decoder's family and ours; `more` are further heads, such as "TokenClassification"."""
-    names = {f"{family}Model": "FrankensteinModel", f"{family}ForCausalLM": "FrankensteinForCausalLM"}
-    return names | {f"{family}For{head}": f"FrankensteinFor{head}" for head in more}
+def decoder_heads(family: str, *heads: str) -> dict[str, str]:
+    """Classes of a decoder's family and ours; by default those for language and for sequences."""
+    heads = heads or ("CausalLM", "SequenceClassification")
+    return {f"{family}Model": "FrankensteinModel"} | {f"{family}For{x}": f"FrankensteinFor{x}" for x in heads}

@@ -1,7 +1,7 @@
 """`from_transformers`: a model of another family as one of this, with other mixers in some layers if asked for."""
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,8 @@ def from_transformers(
     wanted_dtype = weights.dtype if wanted is None else getattr(torch, wanted)
     with torch.device("meta"):
         model = _class(head)._from_config(config, dtype=wanted_dtype)
-    moves = _plan(host, host_config, model, weights)
-    _load(model, moves, weights)
+    moves = _plan(host, model, weights)
+    _load(model, host, moves, weights)
     _generation(model, model_or_path, folder)
     layers = [
         LayerReport(layer_idx, name, copied=sorted(_of_layer(model, layer_idx)))
@@ -150,7 +150,22 @@ def _generation(model: nn.Module, model_or_path: Any, folder: Path | None) -> No
 # ---------------------------------------------------------------------- from names to names
 
 
-def our_names(host: Host, name: str, prefix: str) -> list[str] | None:
+def table_entry(host: Host, module: str, prefix: str) -> tuple[Fused, str]:
+    """What the host's module is here, with a star for the layer's number, and that number ("" without one).
+
+    Raises:
+        KeyError: The table has no place for it.
+    """
+    if module in host.head_modules:
+        return Fused((host.head_modules[module],)), ""
+    parts = module.removeprefix(f"{prefix}.").split(".")
+    number = next((part for part in parts if part.isdigit()), "")
+    ours = host.modules[".".join("*" if part.isdigit() else part for part in parts)]
+    fused = ours if isinstance(ours, Fused) else Fused((ours,))
+    return replace(fused, parts=tuple(f"model.{part}" for part in fused.parts)), number
+
+
+def our_names(host: Host, name: str, prefix: str) -> Fused | None:
     """Our tensors that the host's tensor `name` holds; None where the table has no place for it.
 
     Args:
@@ -159,38 +174,38 @@ def our_names(host: Host, name: str, prefix: str) -> list[str] | None:
         prefix: Of the stack in models of the host with a head.
     """
     module, _, leaf = name.rpartition(".")
-    if module in host.head_modules:
-        return [f"{host.head_modules[module]}.{leaf}"]
-    inner = module.removeprefix(f"{prefix}.")
-    numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", inner)
-    pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", inner)
-    if pattern not in host.modules:
+    try:
+        fused, number = table_entry(host, module, prefix)
+    except KeyError:
         return None
-    ours = host.modules[pattern]
-    parts = ours.parts if isinstance(ours, Fused) else (ours,)
-    return [f"model.{part.replace('*', numbers[0]) if numbers else part}.{leaf}" for part in parts]
+    return replace(fused, parts=tuple(f"{part.replace('*', number)}.{leaf}" for part in fused.parts))
 
 
-def _plan(host: Host, host_config: Any, model: Any, weights: Weights) -> dict[str, list[str]]:
+def stack_prefix(host: Host) -> str:
+    """What names of the host's stack begin with in models with a head."""
+    return host.model_class(next(iter(host.heads))).base_model_prefix
+
+
+def _plan(host: Host, model: Any, weights: Weights) -> dict[str, Fused]:
     """Which tensors of the model every tensor of the host fills.
 
     Raises:
         ValueError: A tensor without a place, a place without a tensor, or shapes that disagree.
     """
-    prefix = host.model_class(next(iter(host.heads))).base_model_prefix
+    prefix = stack_prefix(host)
     bare = model.base_model is model
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     tied = set(model.all_tied_weights_keys)
-    moves: dict[str, list[str]] = {}
+    moves: dict[str, Fused] = {}
     unknown, wrong = [], []
     for name, shape in weights.shapes.items():
         if is_former(name):
             continue
-        ours = our_names(host, name, prefix)
-        if ours is None:
+        fused = our_names(host, name, prefix)
+        if fused is None:
             unknown.append(name)
             continue
-        ours = [part.removeprefix("model.") for part in ours] if bare else ours
+        ours = tuple(part.removeprefix("model.") for part in fused.parts) if bare else fused.parts
         if bare and not any(part in expected for part in ours):
             continue  # the head of a checkpoint that is read without it
         if all(part in tied for part in ours):
@@ -201,9 +216,9 @@ def _plan(host: Host, host_config: Any, model: Any, weights: Weights) -> dict[st
         rows = sum(expected[part][0] for part in ours)
         if shape != (rows, *expected[ours[0]][1:]):
             wrong.append(f"{name} ({list(shape)} saved, {[rows, *expected[ours[0]][1:]]} built)")
-        moves[name] = ours
-    filled = {part for parts in moves.values() for part in parts}
-    missing = sorted(set(expected) - filled - tied)
+        moves[name] = replace(fused, parts=ours)
+    filled = {part for fused in moves.values() for part in fused.parts}
+    missing = sorted(set(expected) - filled - tied - set(host.zeros))
     if unknown or wrong or missing:
         raise ValueError(
             f"The weights do not belong to their configuration ({host.model_type!r}): without a place "
@@ -213,27 +228,43 @@ def _plan(host: Host, host_config: Any, model: Any, weights: Weights) -> dict[st
     return moves
 
 
-def _load(model: Any, moves: Mapping[str, list[str]], weights: Weights) -> None:
+def _load(model: Any, host: Host, moves: Mapping[str, Fused], weights: Weights) -> None:
     """Fill the model, one tensor of the host at a time; what none fills is initialised as in a new model."""
+    heads = model.config.num_attention_heads
     for name, tensor in weights:
         if name not in moves:
             continue
-        targets = [place(model, part) for part in moves[name]]
-        for target, rows in zip(targets, _rows(tensor, targets), strict=True):
+        targets = [place(model, part) for part in moves[name].parts]
+        for target, rows in zip(targets, parted(tensor, moves[name], targets, heads), strict=True):
             target.copy_(rows)
-    filled = {part for parts in moves.values() for part in parts}
+    filled = {part for fused in moves.values() for part in fused.parts}
     tied = set(model.all_tied_weights_keys)
     for name in [*dict(model.named_parameters()), *dict(model.named_buffers())]:
-        if name in filled:
+        if name in tied:
+            continue
+        if name not in filled:
+            tensor = place(model, name)
+        if name in host.zeros and name not in filled:
+            tensor.zero_()
+        if name in filled or name in host.zeros:
             model.get_parameter_or_buffer(name)._is_hf_initialized = True
-        elif name not in tied:
-            place(model, name)
     model.initialize_weights()
     model.tie_weights()
 
 
-def _rows(tensor: Tensor, targets: list[Tensor]) -> Iterator[Tensor]:
-    yield from tensor.split([target.shape[0] for target in targets])
+def parted(tensor: Tensor, fused: Fused, targets: list[Tensor], heads: int) -> Sequence[Tensor]:
+    """The host's tensor as the tensors it holds."""
+    if not fused.by_heads:
+        return tensor.split([target.shape[0] for target in targets])
+    by_heads = tensor.unflatten(0, (heads, len(targets), -1))
+    return [part.flatten(0, 1) for part in by_heads.unbind(1)]
+
+
+def joined(parts: Sequence[Tensor], fused: Fused, heads: int) -> Tensor:
+    """The other way; a new tensor."""
+    if not fused.by_heads:
+        return torch.cat(list(parts))
+    return torch.stack([part.unflatten(0, (heads, -1)) for part in parts], dim=1).flatten(0, 2)
 
 
 def _of_layer(model: nn.Module, layer_idx: int) -> list[str]:

@@ -20,6 +20,9 @@ LOOPS = dict(num_loops=2, loop_begin_layers=1)
 # every scheme, and every form it has
 FORMS = [
     ("none", {}, {}),
+    ("standard", {"multiplier": 0.3}, {}),
+    ("parallel", {}, {}),
+    ("parallel", {"multiplier": -2.0}, LOOPS),
     ("full_attn", {}, {}),
     ("full_attn", {"granularity": "layer", "init_query_zero": False}, {}),
     ("full_attn", {"use_rmsnorm_keys": False}, LOOPS),
@@ -44,7 +47,7 @@ def model_with(residual: str, params: dict, changes: dict, is_causal: bool = Tru
 
 
 def test_every_scheme_is_tested_here():
-    assert {name for name, _, _ in FORMS} | {"standard"} == {*RESIDUALS.names()}
+    assert {name for name, _, _ in FORMS} == {*RESIDUALS.names()}
 
 
 @pytest.mark.parametrize("residual, params, changes", FORMS)

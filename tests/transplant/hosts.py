@@ -36,6 +36,40 @@ CASES: dict[str, list[dict[str, Any]]] = {
                                  layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
         GROUPED | dict(head_dim=6, tie_word_embeddings=True, rope_parameters=YARN),
     ],
+    "olmo2": [
+        GROUPED | dict(attention_bias=True, rope_parameters=YARN, rms_norm_eps=1e-3),
+        SMALL | dict(head_dim=10, tie_word_embeddings=True, hidden_act="gelu"),
+    ],
+    "olmo3": [
+        GROUPED | dict(sliding_window=5, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+                       rope_parameters={"full_attention": LINEAR, "sliding_attention": LINEAR}),
+        GROUPED | dict(attention_bias=True, layer_types=["full_attention"] * 3,
+                       rope_parameters={"full_attention": YARN, "sliding_attention": {"rope_theta": 10.0, "rope_type": "default"}}),
+    ],
+    "phi3": [
+        GROUPED | dict(sliding_window=5, rope_parameters={"rope_theta": 100.0, "partial_rotary_factor": 0.67,
+                                                          "rope_type": "default"}),
+        SMALL | dict(tie_word_embeddings=True, rms_norm_eps=1e-3),
+    ],
+    "stablelm": [
+        GROUPED | dict(use_qkv_bias=True, layer_norm_eps=1e-3,
+                       rope_parameters={"rope_theta": 100.0, "partial_rotary_factor": 0.67, "rope_type": "default"}),
+    ],
+    "gpt_neox": [
+        SMALL | dict(layer_norm_eps=1e-3, hidden_act="gelu_new",
+                     rope_parameters={"rope_theta": 100.0, "partial_rotary_factor": 0.67, "rope_type": "default"}),
+        SMALL | dict(use_parallel_residual=False, attention_bias=False, tie_word_embeddings=True,
+                     rope_parameters={"rope_theta": 100.0, "partial_rotary_factor": 1.0, "rope_type": "default"}),
+    ],
+    "granite": [
+        GROUPED | dict(embedding_multiplier=3.0, residual_multiplier=0.3, attention_multiplier=0.1, logits_scaling=6.0,
+                       attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3),
+        SMALL | dict(head_dim=10, tie_word_embeddings=True),
+    ],
+    "eurobert": [
+        GROUPED | dict(attention_bias=True, head_dim=10, mask_token_id=3, rope_parameters=LINEAR),
+        SMALL | dict(tie_word_embeddings=True, hidden_act="gelu", mask_token_id=60),
+    ],
 }  # fmt: skip
 EVERY = [(name, i) for name, cases in CASES.items() for i in range(len(cases))]
 DECODERS = [(name, i) for name, i in EVERY if HOSTS[name].causal]

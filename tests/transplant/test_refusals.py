@@ -11,7 +11,7 @@ from transformers import AutoConfig, BitsAndBytesConfig, GPTJConfig, GPTJForCaus
 import frankenstein_hf as fhf
 from frankenstein_hf.transplant.weights import FileWeights, ModelWeights
 
-from ..tiny import VOCAB, tiny_model, tiny_tokenizer
+from ..tiny import VOCAB, tiny_config, tiny_model, tiny_tokenizer
 from .hosts import SMALL, make_host
 
 
@@ -43,6 +43,7 @@ def saved(tmp_path, name="llama", **changes):
         ({"attention_chunk": 8}, r"attention_chunk=8 stands in the way.*does not know"),
         ({"architectures": ["LlamaForAudio"]}, r"architectures='LlamaForAudio'.*LlamaForCausalLM"),
         ({"hidden_act": "quick_maths"}, r"hidden_act"),
+        ({"rope_parameters": {"rope_theta": 9.0, "partial_rotary_factor": 0.5}}, r"rope_parameters=.* whole heads"),
     ],
 )
 def test_a_configuration_that_cannot_be_expressed_names_the_key(changes, message, tmp_path):
@@ -63,6 +64,12 @@ def test_a_family_outside_the_list_is_refused():
         fhf.from_transformers(model)
     with pytest.raises(ValueError, match="takes a model of transformers, got Linear"):
         fhf.from_transformers(nn.Linear(2, 2))
+
+
+def test_an_odd_number_of_rotated_channels_is_refused():
+    rotary = {"rope_theta": 9.0, "partial_rotary_factor": 0.5, "rope_type": "default"}
+    with pytest.raises(ValueError, match="an odd number of channels, 3"):
+        fhf.from_transformers(make_host("gpt_neox", rope_parameters=rotary))
 
 
 def test_layers_of_an_unknown_type_are_refused(tmp_path):
@@ -110,6 +117,8 @@ def test_a_model_that_no_family_can_express_says_which_layers():
         fhf.to_transformers(model)
     with pytest.raises(ValueError, match=r"'swa' with .*num_sinks=2.* in layer 0"):
         fhf.to_transformers(tiny_model(["swa", "standard"]), host="qwen2")
+    with pytest.raises(ValueError, match="has a head like FrankensteinForMultipleChoice"):
+        fhf.to_transformers(fhf.FrankensteinForMultipleChoice(tiny_config("standard")))
     with pytest.raises(ValueError, match=r"residual='none'"):
         fhf.to_transformers(tiny_model("standard", residual="none"))
     with pytest.raises(ValueError, match="takes a model of this family"):

@@ -91,10 +91,13 @@ class Mixer(nn.Module):
         self.k_norm = make(num_groups, self.head_dim, **options)
         learned = options.get("scale") == "learned"
         self.qk_scale = nn.Parameter(torch.empty(self.num_heads)) if learned else None
+        scale = self.config.attention_scale if takes else None
+        self.query_scale = None if scale is None else scale * self.head_dim**0.5  # beside the 1/√W of every core
 
     def norm_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries [B, H, T, W] and keys [B, G, T, W], not yet rotated, as the model's `qk_norm` has them."""
+        """Queries [B, H, T, W] and keys [B, G, T, W], not yet rotated, as `qk_norm` and `attention_scale` have them."""
         q, k = self.q_norm(q), self.k_norm(k)
+        q = q if self.query_scale is None else q * self.query_scale
         return q if self.qk_scale is None else q * self.qk_scale[:, None, None].to(q.dtype), k
 
     def init_options(self) -> None:
