@@ -44,7 +44,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         GROUPED | dict(sliding_window=5, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
                        rope_parameters={"full_attention": LINEAR, "sliding_attention": LINEAR}),
         GROUPED | dict(attention_bias=True, layer_types=["full_attention"] * 3,
-                       rope_parameters={"full_attention": YARN, "sliding_attention": {"rope_theta": 10.0, "rope_type": "default"}}),
+                       rope_parameters={"full_attention": YARN, "sliding_attention": LINEAR}),
     ],
     "phi3": [
         GROUPED | dict(sliding_window=5, rope_parameters={"rope_theta": 100.0, "partial_rotary_factor": 0.67,

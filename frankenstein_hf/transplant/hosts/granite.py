@@ -1,4 +1,4 @@
-"""`granite`: a Llama with a factor on embeddings, on attention scores, on what is added to the stream, and on logits."""
+"""`granite`: a Llama with factors on embeddings, on attention scores, on what is added, and on logits."""
 
 from typing import Any
 
