@@ -159,6 +159,8 @@ class Round(NamedTuple):
 
 CACHE_SLOTS = frozenset({"kv", "latent", "ring", "state", "tail", "index"})
 GROWING_SLOTS = frozenset({"kv", "latent", "index"})
+# What softmax attention is made of, by the names every mixer uses for them.
+ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +182,9 @@ class MixerSpec(ComponentSpec):
         rotary_width: `(params, config) -> int`, the width its rotary positions are made for.
         reach: `(params) -> int | None`, how many tokens to either side one layer sees at most (None: all), used by
             tests of the bidirectional mode.
+        transfer: Projections whose weights mean here what they mean in softmax attention, under the same names: what a
+            layer that replaces one of attention takes over (heads of keys and values repeated where there are more).
+            What else lets it begin near that layer is `Mixer.begin_as_attention`.
         native_mask: Sees the batch as given and honours any 4-D attention mask.
         small_params: Parameter values at which a dozen tokens meet every border; tests run with them.
     """
@@ -197,6 +202,7 @@ class MixerSpec(ComponentSpec):
     parameter_free: Callable[[Any], bool] = lambda params: False
     reach: Callable[[Any], int | None] = lambda params: None
     rotary_width: Callable[[Any, Any], int] = lambda params, config: config.head_dim
+    transfer: tuple[str, ...] = ()
     native_mask: bool = False
     small_params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 

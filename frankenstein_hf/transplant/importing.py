@@ -1,5 +1,6 @@
 """`from_transformers`: a model of another family as one of this, with other mixers in some layers if asked for."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from ..configuration.configuration_frankenstein import FrankensteinConfig
 from ..configuration.keys import read_dtype
 from .host import HOSTS, Fused, Host
 from .report import LayerReport, TransferReport, remember
+from .transferring import Target, read_change, target_of
 from .weights import FileWeights, ModelWeights, Weights, is_former, place
 
 INITS = ("transfer", "fresh", "calibrated")
@@ -52,26 +54,27 @@ def from_transformers(
         raise ValueError(f"init={init!r} must be one of {', '.join(map(repr, INITS))}.")
     if init == "calibrated" or calibration is not None:
         raise ValueError("init='calibrated' and calibration= are not built yet: use init='transfer'.")
-    if layer_pattern is not None or mixer_params is not None:
-        raise ValueError("layer_pattern and mixer_params are not built yet: the host's own layers are converted.")
     host_config, folder = _config_of(model_or_path)
     host = HOSTS[host_config.model_type]
     values = host.read_config(host_config)
     head = _head(host, model_or_path, host_config)
-    config = FrankensteinConfig(**values)
+    own = FrankensteinConfig(**values)
+    change = read_change(own, layer_pattern, mixer_params)
+    config = FrankensteinConfig(**values | change.values) if change.layers else own
     weights: Weights = ModelWeights(model_or_path) if folder is None else FileWeights(folder)
     _check_tokenizer(folder, config)
     wanted = read_dtype("dtype", dtype)
     wanted_dtype = weights.dtype if wanted is None else getattr(torch, wanted)
     with torch.device("meta"):
         model = _class(head)._from_config(config, dtype=wanted_dtype)
-    moves = _plan(host, model, weights)
-    _load(model, host, moves, weights)
+        as_host = _class(head)._from_config(own, dtype=wanted_dtype) if change.layers else model
+    moves = _plan(host, as_host, weights)
+    takes_over = change.layers if init == "transfer" else []
+    targets = _targets(own, config, change.layers, takes_over, moves, model, as_host)
+    _load(model, host, moves, targets, weights, as_host)
+    derived = {layer: _begin(model, layer) for layer in takes_over}
     _generation(model, model_or_path, folder)
-    layers = [
-        LayerReport(layer_idx, name, copied=sorted(_of_layer(model, layer_idx)))
-        for layer_idx, name in enumerate(config.mixer_names)
-    ]
+    layers = [_report(model, i, targets, derived.get(i, [])) for i in range(config.num_hidden_layers)]
     remember(model, TransferReport(host.model_type, layers))
     return model.eval()
 
@@ -228,22 +231,57 @@ def _plan(host: Host, model: Any, weights: Weights) -> dict[str, Fused]:
     return moves
 
 
-def _load(model: Any, host: Host, moves: Mapping[str, Fused], weights: Weights) -> None:
+def _layer_of(name: str) -> int | None:
+    """The layer whose mixer a tensor of ours belongs to, if it does to one."""
+    found = re.search(r"(?:^|\.)layers\.(\d+)\.mixer\.", name)
+    return int(found[1]) if found else None
+
+
+def _targets(
+    own: FrankensteinConfig,
+    config: FrankensteinConfig,
+    changed: list[int],
+    takes_over: list[int],
+    moves: Mapping[str, Fused],
+    model: Any,
+    as_host: Any,
+) -> dict[str, Target | None]:
+    """Where every tensor of the model as the host has it goes in the model asked for."""
+
+    def target(part: str) -> Target | None:
+        if (layer := _layer_of(part)) not in changed:
+            return Target(part)
+        return target_of(own, config, part, rows[part], shapes) if layer in takes_over else None
+
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    rows = {name: tensor.shape[0] for name, tensor in as_host.state_dict().items()}
+    return {part: target(part) for fused in moves.values() for part in fused.parts}
+
+
+def _load(
+    model: Any,
+    host: Host,
+    moves: Mapping[str, Fused],
+    targets: Mapping[str, Target | None],
+    weights: Weights,
+    as_host: Any,
+) -> None:
     """Fill the model, one tensor of the host at a time; what none fills is initialised as in a new model."""
     heads = model.config.num_attention_heads
+    rows = {name: tensor.shape[0] for name, tensor in as_host.state_dict().items()}
     for name, tensor in weights:
         if name not in moves:
             continue
-        targets = [place(model, part) for part in moves[name].parts]
-        for target, rows in zip(targets, parted(tensor, moves[name], targets, heads), strict=True):
-            target.copy_(rows)
-    filled = {part for fused in moves.values() for part in fused.parts}
+        sizes = [rows[part] for part in moves[name].parts]
+        for part, piece in zip(moves[name].parts, parted(tensor, moves[name], sizes, heads), strict=True):
+            if (target := targets[part]) is not None:
+                target.fill(place(model, target.name), piece)
+    filled = {target.name for target in targets.values() if target is not None}
     tied = set(model.all_tied_weights_keys)
     for name in [*dict(model.named_parameters()), *dict(model.named_buffers())]:
         if name in tied:
             continue
-        if name not in filled:
-            tensor = place(model, name)
+        tensor = place(model, name)
         if name in host.zeros and name not in filled:
             tensor.zero_()
         if name in filled or name in host.zeros:
@@ -252,11 +290,33 @@ def _load(model: Any, host: Host, moves: Mapping[str, Fused], weights: Weights) 
     model.tie_weights()
 
 
-def parted(tensor: Tensor, fused: Fused, targets: list[Tensor], heads: int) -> Sequence[Tensor]:
-    """The host's tensor as the tensors it holds."""
+@torch.no_grad()
+def _begin(model: Any, layer: int) -> list[str]:
+    """Let a changed layer begin near the one it replaces; names of what was set."""
+    return model.base_model.layers[layer].mixer.begin_as_attention()
+
+
+def _report(model: Any, layer: int, targets: Mapping[str, Target | None], derived: list[str]) -> LayerReport:
+    mixer = model.base_model.layers[layer].mixer
+    prefix = next(name for name, module in model.named_modules() if module is mixer) + "."
+    own = {name.removeprefix(prefix): target for name, target in targets.items() if _layer_of(name) == layer}
+    copied = {target.name.removeprefix(prefix) for target in own.values() if target is not None}
+    rest = set(mixer.state_dict()) - copied - set(derived)
+    return LayerReport(
+        layer,
+        model.config.mixer_names[layer],
+        copied=sorted(copied - set(derived)),
+        derived=sorted(derived),
+        new=sorted(rest),
+        dropped=sorted(name for name, target in own.items() if target is None),
+    )
+
+
+def parted(tensor: Tensor, fused: Fused, rows: list[int], heads: int) -> Sequence[Tensor]:
+    """The host's tensor as the tensors it holds, of so many rows each."""
     if not fused.by_heads:
-        return tensor.split([target.shape[0] for target in targets])
-    by_heads = tensor.unflatten(0, (heads, len(targets), -1))
+        return tensor.split(rows)
+    by_heads = tensor.unflatten(0, (heads, len(rows), -1))
     return [part.flatten(0, 1) for part in by_heads.unbind(1)]
 
 
@@ -265,8 +325,3 @@ def joined(parts: Sequence[Tensor], fused: Fused, heads: int) -> Tensor:
     if not fused.by_heads:
         return torch.cat(list(parts))
     return torch.stack([part.unflatten(0, (heads, -1)) for part in parts], dim=1).flatten(0, 2)
-
-
-def _of_layer(model: nn.Module, layer_idx: int) -> list[str]:
-    layer = model.base_model.layers[layer_idx]  # type: ignore[union-attr, index]
-    return list(layer.mixer.state_dict())  # type: ignore[union-attr]

@@ -107,6 +107,13 @@ class Mixer(nn.Module):
             longest = max(2, self.config.max_position_embeddings)
             init.constant_(scale, math.log2(longest**2 - longest))
 
+    def begin_as_attention(self) -> list[str]:
+        """Set what softmax attention does not have, to begin as near to it as possible; the names of what was set.
+
+        Called without gradient on mixers that have taken over the projections of attention (`MixerSpec.transfer`).
+        """
+        return []
+
     def join(self, layer: nn.Module) -> None:
         """Become the mixer of `layer`; a plain reference, which registers no parameter twice."""
         self.__dict__["_layer"] = layer
@@ -331,6 +338,17 @@ def qkv_convolution(params: Any, streams: tuple[Stream, ...]) -> ShortConvolutio
     return ShortConvolution(channels, params.conv_kernel, activation=params.activation)
 
 
+def pass_through(conv: ShortConvolution | None) -> list[str]:
+    """Make the convolution of a mixer, if it has one, hand on every token as it is; the name of what was set."""
+    if conv is None:
+        return []
+    conv.weight.zero_()
+    conv.weight[:, -1] = 1.0
+    if conv.bias is not None:
+        conv.bias.zero_()
+    return ["conv.weight"] if conv.bias is None else ["conv.weight", "conv.bias"]
+
+
 def convolve_streams(
     conv: ShortConvolution | None,
     qkv: Tensor,
@@ -344,6 +362,9 @@ def convolve_streams(
         return activate_streams(qkv, streams, activation), {}
     parts, tail = conv(qkv, states.get("tail"), run.lengths, streams)
     return parts, {"tail": tail}
+
+
+SLOW = 1e-3  # −log α of a decay that has hardly begun, as of mixers that take over from attention
 
 
 def init_step_bias(bias: Tensor, low: float = 1e-3, high: float = 0.1) -> None:

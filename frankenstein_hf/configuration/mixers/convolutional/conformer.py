@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from ...component import MixerSpec, Params, param
+from ...component import ATTENTION_PROJECTIONS, MixerSpec, Params, param
 from ..dense.standard import kv_floats
 
 
@@ -48,6 +48,7 @@ SPECS = (
         reference="Conformer: Convolution-augmented Transformer for Speech Recognition, arXiv 2005.08100",
         params=ConformerParams,
         implementation="mixers.convolutional.conformer:ConformerMixer",
+        transfer=ATTENTION_PROJECTIONS,
         cache=frozenset({"kv", "tail"}),
         state_size=lambda params, config: (params.kernel_size - 1) * config.hidden_size,
         token_size=kv_floats,

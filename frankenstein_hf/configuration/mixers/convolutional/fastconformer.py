@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ...component import MixerSpec, Params, param
+from ...component import ATTENTION_PROJECTIONS, MixerSpec, Params, param
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,7 @@ SPECS = (
         reference="Fast Conformer with Linearly Scalable Attention for Efficient Speech Recognition, arXiv 2305.05084",
         params=FastConformerParams,
         implementation="mixers.convolutional.fastconformer:FastConformerAttention",
+        transfer=ATTENTION_PROJECTIONS,
         cache=frozenset({"ring"}),
         state_size=_ring_floats,
         parameter_free=lambda params: False,  # what it keeps is bounded: no growing cache of another model fits it

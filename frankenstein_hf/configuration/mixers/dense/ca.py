@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...component import MixerSpec, Params, param
+from ...component import ATTENTION_PROJECTIONS, MixerSpec, Params, param
 from .sigmoid import check_learned
 from .standard import kv_floats
 
@@ -30,6 +30,7 @@ SPECS = (
         reference="Continuum Attention",
         params=ContinuumParams,
         implementation="mixers.dense.ca:ContinuumAttention",
+        transfer=ATTENTION_PROJECTIONS,
         qk_norm=True,
         cache=frozenset({"kv"}),
         token_size=kv_floats,

@@ -5,7 +5,7 @@ from typing import Any, Self
 
 from transformers.utils import logging
 
-from ...component import MixerSpec, Params, param
+from ...component import ATTENTION_PROJECTIONS, MixerSpec, Params, param
 from .standard import kv_floats
 
 logger = logging.get_logger(__name__)
@@ -46,6 +46,7 @@ SPECS = (
         reference="Multi-Token Attention, arXiv 2504.00927",
         params=MultiTokenParams,
         implementation="mixers.dense.mta:MultiTokenAttention",
+        transfer=ATTENTION_PROJECTIONS,
         qk_norm=True,
         cache=frozenset({"kv", "tail"}),
         state_size=lambda params, config: params.tail * config.num_attention_heads * config.head_dim,

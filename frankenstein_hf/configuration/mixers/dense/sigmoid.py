@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...component import MixerSpec, Params, param
+from ...component import ATTENTION_PROJECTIONS, MixerSpec, Params, param
 from .standard import kv_floats
 
 
@@ -37,6 +37,7 @@ SPECS = (
         reference="Theory, Analysis, and Best Practices for Sigmoid Self-Attention, arXiv 2409.04431",
         params=SigmoidParams,
         implementation="mixers.dense.sigmoid:SigmoidAttention",
+        transfer=ATTENTION_PROJECTIONS,
         qk_norm=True,
         cache=frozenset({"kv"}),
         token_size=kv_floats,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from ...component import MixerSpec, Params, param
+from ...component import ATTENTION_PROJECTIONS, MixerSpec, Params, param
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,7 @@ SPECS = (
         reference="Attention Is All You Need, arXiv 1706.03762",
         params=StandardParams,
         implementation="mixers.dense.standard:StandardAttention",
+        transfer=ATTENTION_PROJECTIONS,
         qk_norm=True,
         cache=frozenset({"kv"}),
         token_size=kv_floats,
@@ -62,6 +63,7 @@ SPECS = (
         reference="GQA: Training Generalized Multi-Query Transformer Models, arXiv 2305.13245",
         params=GQAParams,
         implementation="mixers.dense.standard:GroupedQueryAttention",
+        transfer=ATTENTION_PROJECTIONS,
         qk_norm=True,
         cache=frozenset({"kv"}),
         token_size=kv_floats,

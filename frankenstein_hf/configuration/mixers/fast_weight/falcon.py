@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...component import MixerSpec, param
+from ...component import ATTENTION_PROJECTIONS, MixerSpec, param
 from ...linear import ConvolutionParams
 
 
@@ -69,6 +69,7 @@ def _spec(name: str, class_name: str, summary: str, params: type[FalconParams] =
         reference="Falcon: fast-weight attention as online continual learning under read-after-write semantics",
         params=params,
         implementation=f"mixers.fast_weight.falcon:{class_name}",
+        transfer=ATTENTION_PROJECTIONS,
         cache=frozenset({"state", "tail"}),
         state_size=_state_floats,
         small_params={**small, "window_size": 3} if params is FalconWindowParams else small,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...component import MixerSpec, param
+from ...component import ATTENTION_PROJECTIONS, MixerSpec, param
 from ...linear import ConvolutionParams, WidthParams, linear_state_floats
 
 
@@ -21,6 +21,7 @@ SPECS = (
         reference="Parallelizing Linear Transformers with the Delta Rule over Sequence Length, arXiv 2406.06484",
         params=DeltaNetParams,
         implementation="mixers.gated.deltanet:DeltaNet",
+        transfer=ATTENTION_PROJECTIONS,
         cache=frozenset({"state", "tail"}),
         state_size=linear_state_floats,
     ),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Self
 
-from ...component import MixerSpec, Params, param
+from ...component import ATTENTION_PROJECTIONS, MixerSpec, Params, param
 from ..dense.standard import kv_floats
 
 
@@ -32,6 +32,7 @@ SPECS = (
         reference="Forgetting Transformer: Softmax Attention with a Forget Gate, arXiv 2503.02130",
         params=FoXParams,
         implementation="mixers.gated.fox:ForgettingAttention",
+        transfer=ATTENTION_PROJECTIONS,
         qk_norm=True,
         cache=frozenset({"kv"}),
         token_size=_floats,

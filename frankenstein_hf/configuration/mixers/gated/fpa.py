@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ...component import MixerSpec, Params, param
+from ...component import ATTENTION_PROJECTIONS, MixerSpec, Params, param
 from ..dense.standard import kv_floats
 
 
@@ -29,6 +29,7 @@ SPECS = (
         reference="First Passage Attention",
         params=FirstPassageParams,
         implementation="mixers.gated.fpa:FirstPassageAttention",
+        transfer=ATTENTION_PROJECTIONS,
         qk_norm=True,
         cache=frozenset({"kv"}),
         token_size=_floats,

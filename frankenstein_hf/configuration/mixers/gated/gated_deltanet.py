@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...component import MixerSpec, param
+from ...component import ATTENTION_PROJECTIONS, MixerSpec, param
 from ...linear import linear_state_floats
 from .deltanet import DeltaNetParams
 
@@ -23,6 +23,7 @@ SPECS = (
         reference="Gated Delta Networks: Improving Mamba2 with Delta Rule, arXiv 2412.06464",
         params=GatedDeltaNetParams,
         implementation="mixers.gated.gated_deltanet:GatedDeltaNet",
+        transfer=ATTENTION_PROJECTIONS,
         cache=frozenset({"state", "tail"}),
         state_size=linear_state_floats,
     ),

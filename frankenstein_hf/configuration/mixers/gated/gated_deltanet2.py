@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...component import MixerSpec
+from ...component import ATTENTION_PROJECTIONS, MixerSpec
 from ...linear import linear_state_floats
 from .kda import KDAParams
 
@@ -20,6 +20,7 @@ SPECS = (
         reference="Gated DeltaNet-2: Decoupling Erase and Write in Linear Attention, arXiv 2605.22791",
         params=GatedDeltaNet2Params,
         implementation="mixers.gated.gated_deltanet2:GatedDeltaNet2",
+        transfer=ATTENTION_PROJECTIONS,
         cache=frozenset({"state", "tail"}),
         state_size=linear_state_floats,
     ),

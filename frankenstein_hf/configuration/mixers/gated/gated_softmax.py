@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...component import MixerSpec, Params, param
+from ...component import ATTENTION_PROJECTIONS, MixerSpec, Params, param
 from ..dense.standard import kv_floats
 
 
@@ -22,6 +22,7 @@ SPECS = (
         "arXiv 2505.06708",
         params=GatedSoftmaxParams,
         implementation="mixers.gated.gated_softmax:GatedSoftmaxAttention",
+        transfer=ATTENTION_PROJECTIONS,
         qk_norm=True,
         cache=frozenset({"kv"}),
         token_size=kv_floats,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from ...component import MixerSpec, param
+from ...component import ATTENTION_PROJECTIONS, MixerSpec, param
 from ...linear import ConvolutionParams, WidthParams, linear_state_floats
 
 
@@ -37,6 +37,7 @@ SPECS = (
         reference="Gated Linear Attention Transformers with Hardware-Efficient Training, arXiv 2312.06635",
         params=GLAParams,
         implementation="mixers.gated.gla:GatedLinearAttention",
+        transfer=ATTENTION_PROJECTIONS,
         cache=frozenset({"state", "tail"}),
         state_size=linear_state_floats,
     ),

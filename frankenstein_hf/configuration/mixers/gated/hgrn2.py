@@ -35,6 +35,7 @@ SPECS = (
         reference="HGRN2: Gated Linear RNNs with State Expansion, arXiv 2404.07904",
         params=HGRN2Params,
         implementation="mixers.gated.hgrn2:HGRN2",
+        transfer=("q_proj", "v_proj", "o_proj"),
         cache=frozenset({"state"}),
         state_size=linear_state_floats,
     ),

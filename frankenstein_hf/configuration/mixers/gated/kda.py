@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from ...component import MixerSpec, param
+from ...component import ATTENTION_PROJECTIONS, MixerSpec, param
 from ...linear import linear_state_floats
 from .deltanet import DeltaNetParams
 
@@ -31,6 +31,7 @@ SPECS = (
         reference="Kimi Linear: An Expressive, Efficient Attention Architecture, arXiv 2510.26692",
         params=KDAParams,
         implementation="mixers.gated.kda:KimiDeltaAttention",
+        transfer=ATTENTION_PROJECTIONS,
         cache=frozenset({"state", "tail"}),
         state_size=linear_state_floats,
     ),

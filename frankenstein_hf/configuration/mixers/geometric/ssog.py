@@ -55,6 +55,7 @@ SPECS = (
         reference="A Few Gaussians Is All You Need: SSOG-Attention that Steers instead of Scores, pisoni.ai/posts/ssog",
         params=SSOGParams,
         implementation="mixers.geometric.ssog:SeparableGaussianField",
+        transfer=("v_proj", "o_proj"),
         causal=False,
         reach=lambda params: params.window if params.grid == "auto" else None,
         small_params={"max_offset": 1.0, "max_sigma": 0.3, "num_atoms": 3},

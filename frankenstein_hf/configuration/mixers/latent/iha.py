@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from ...component import MixerSpec, Params, param
+from ...component import ATTENTION_PROJECTIONS, MixerSpec, Params, param
 from ..dense.standard import kv_floats
 
 
@@ -33,6 +33,7 @@ SPECS = (
         reference="Interleaved Head Attention, arXiv 2602.21371",
         params=IHAParams,
         implementation="mixers.latent.iha:InterleavedHeadAttention",
+        transfer=ATTENTION_PROJECTIONS,
         cache=frozenset({"kv"}),
         token_size=kv_floats,
         native_mask=True,

@@ -21,6 +21,7 @@ SPECS = (
         reference="Memory Attention (seed 001, section on token-indexed value memory)",
         params=MemoryParams,
         implementation="mixers.memory.memory:MemoryAttention",
+        transfer=("q_proj", "k_proj", "o_proj"),
         qk_norm=True,
         cache=frozenset({"kv"}),
         token_size=kv_floats,

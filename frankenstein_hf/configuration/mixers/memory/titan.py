@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from ...component import MixerSpec, Params, param
+from ...component import ATTENTION_PROJECTIONS, MixerSpec, Params, param
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +71,7 @@ SPECS = (
         reference="Titans: Learning to Memorize at Test Time, arXiv 2501.00663",
         params=TitanParams,
         implementation="mixers.memory.titan:Titan",
+        transfer=ATTENTION_PROJECTIONS,
         qk_norm=True,
         cache=frozenset({"ring", "state"}),
         state_size=_state_floats,

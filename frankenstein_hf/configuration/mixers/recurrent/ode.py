@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Self
 
-from ...component import MixerSpec, Params, param
+from ...component import ATTENTION_PROJECTIONS, MixerSpec, Params, param
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,7 @@ SPECS = (
         "arXiv 2203.09176",
         params=ODEParams,
         implementation="mixers.recurrent.ode:ODEAttention",
+        transfer=ATTENTION_PROJECTIONS,
         qk_norm=True,
         cache=frozenset({"kv"}),
         token_size=_kv_floats,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...component import MixerSpec, param
+from ...component import ATTENTION_PROJECTIONS, MixerSpec, param
 from ...linear import WidthParams, linear_state_floats
 
 
@@ -23,6 +23,7 @@ SPECS = (
         reference="Retentive Network: A Successor to Transformer for Large Language Models, arXiv 2307.08621",
         params=RetNetParams,
         implementation="mixers.recurrent.retnet:Retention",
+        transfer=ATTENTION_PROJECTIONS,
         cache=frozenset({"state"}),
         state_size=linear_state_floats,
     ),

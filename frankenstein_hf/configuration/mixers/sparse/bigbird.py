@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...component import MixerSpec, Params, param
+from ...component import ATTENTION_PROJECTIONS, MixerSpec, Params, param
 from ..dense.standard import kv_floats
 
 
@@ -30,6 +30,7 @@ SPECS = (
         reference="Big Bird: Transformers for Longer Sequences, arXiv 2007.14062",
         params=BigBirdParams,
         implementation="mixers.sparse.bigbird:BigBird",
+        transfer=ATTENTION_PROJECTIONS,
         qk_norm=True,
         cache=frozenset({"kv"}),
         token_size=kv_floats,

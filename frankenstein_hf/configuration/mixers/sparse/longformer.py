@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ...component import MixerSpec, Params, param
+from ...component import ATTENTION_PROJECTIONS, MixerSpec, Params, param
 from ..dense.standard import kv_floats
 
 
@@ -34,6 +34,7 @@ SPECS = (
         reference="Longformer: The Long-Document Transformer, arXiv 2004.05150",
         params=LongformerParams,
         implementation="mixers.sparse.longformer:Longformer",
+        transfer=ATTENTION_PROJECTIONS,
         qk_norm=True,
         cache=frozenset({"kv"}),
         token_size=_kv_floats,

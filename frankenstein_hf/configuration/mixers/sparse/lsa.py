@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from ...component import MixerSpec, Params, param
+from ...component import ATTENTION_PROJECTIONS, MixerSpec, Params, param
 from ..dense.standard import kv_floats
 
 
@@ -51,6 +51,7 @@ SPECS = (
         reference="Latent Sparse Attention (native variant)",
         params=LSAParams,
         implementation="mixers.sparse.lsa:LatentSparseAttention",
+        transfer=ATTENTION_PROJECTIONS,
         qk_norm=True,
         cache=frozenset({"kv", "index"}),
         token_size=_floats,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ...component import MixerSpec, Params, param
+from ...component import ATTENTION_PROJECTIONS, MixerSpec, Params, param
 from ..dense.standard import kv_floats
 
 
@@ -51,6 +51,7 @@ SPECS = (
         reference="MiniMax Sparse Attention, MiniMax-M3",
         params=MSAParams,
         implementation="mixers.sparse.msa:MiniMaxSparseAttention",
+        transfer=ATTENTION_PROJECTIONS,
         qk_norm=True,
         reach=lambda params: 1,
         small_params={"block_size": 5, "topk_blocks": 2, "index_dim": 4},
@@ -62,6 +63,7 @@ SPECS = (
         reference="SparDA: Decoupled Sparse Attention with Forecast projections",
         params=SparDAParams,
         implementation="mixers.sparse.msa:SparDA",
+        transfer=ATTENTION_PROJECTIONS,
         qk_norm=True,
         reach=lambda params: 1,
         small_params={"block_size": 5, "topk_blocks": 2, "forecast_dim": 4},

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ...component import MixerSpec, Params, param
+from ...component import ATTENTION_PROJECTIONS, MixerSpec, Params, param
 from ..dense.standard import kv_floats
 
 
@@ -28,6 +28,7 @@ SPECS = (
         reference="Informer, arXiv 2012.07436, with the relative positions of Deep Sparse Conformer, arXiv 2209.00260",
         params=ProbSparseParams,
         implementation="mixers.sparse.probsparse:ProbSparseAttention",
+        transfer=ATTENTION_PROJECTIONS,
         qk_norm=True,
         cache=frozenset({"kv"}),
         token_size=_floats,

@@ -5,7 +5,7 @@ from typing import Any, Self
 
 from transformers.utils import logging
 
-from ...component import MixerSpec, Params, param
+from ...component import ATTENTION_PROJECTIONS, MixerSpec, Params, param
 from ..dense.standard import kv_floats
 
 logger = logging.get_logger(__name__)
@@ -69,6 +69,7 @@ SPECS = (
         reference="SpargeAttn: Accurate Sparse Attention Accelerating Any Model Inference, arXiv 2502.18137",
         params=SpargeParams,
         implementation="mixers.sparse.sparge:SpargeAttention",
+        transfer=ATTENTION_PROJECTIONS,
         qk_norm=True,
         small_params={"block_size": 3, "threshold": 0.1},
         reach=lambda params: 1,
@@ -80,6 +81,7 @@ SPECS = (
         reference="FASA: Frequency-aware Sparse Attention, arXiv 2602.03152",
         params=FASAParams,
         implementation="mixers.sparse.fasa:FrequencyAwareAttention",
+        transfer=ATTENTION_PROJECTIONS,
         qk_norm=True,
         small_params={"num_tip": 1, "num_fac": 10},
         reach=lambda params: 1,

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from ...component import MixerSpec, Params, param
+from ...component import ATTENTION_PROJECTIONS, MixerSpec, Params, param
 from ..dense.standard import kv_floats
 
 
@@ -35,6 +35,7 @@ SPECS = (
         reference="Generating Long Sequences with Sparse Transformers, arXiv 1904.10509",
         params=SparseTransformerParams,
         implementation="mixers.sparse.sparse_transformer:SparseTransformer",
+        transfer=ATTENTION_PROJECTIONS,
         qk_norm=True,
         cache=frozenset({"kv"}),
         token_size=kv_floats,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ...component import MixerSpec, Params, param
+from ...component import ATTENTION_PROJECTIONS, MixerSpec, Params, param
 from ..dense.standard import kv_floats
 
 
@@ -32,6 +32,7 @@ SPECS = (
         "arXiv 2406.16747",
         params=SparseKParams,
         implementation="mixers.sparse.sparsek:SparseKAttention",
+        transfer=ATTENTION_PROJECTIONS,
         qk_norm=True,
         cache=frozenset({"kv", "index"}),
         token_size=_floats,

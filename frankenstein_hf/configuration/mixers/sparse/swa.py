@@ -5,7 +5,7 @@ from typing import Any, Self
 
 from transformers.utils import logging
 
-from ...component import MixerSpec, Params, param
+from ...component import ATTENTION_PROJECTIONS, MixerSpec, Params, param
 
 logger = logging.get_logger(__name__)
 
@@ -51,6 +51,7 @@ SPECS = (
         reference="Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453",
         params=SWAParams,
         implementation="mixers.sparse.swa:SlidingWindowAttention",
+        transfer=ATTENTION_PROJECTIONS,
         qk_norm=True,
         cache=frozenset({"ring"}),
         state_size=_ring_floats,

@@ -13,7 +13,16 @@ from ...context import Rows
 from ...ops.delta_rule import gated_delta_rule
 from ...ops.numerics import at_least_fp32, full_precision
 from ...ops.short_convolution import Stream
-from ..base import GatedHeadNorm, RecurrentMixer, Run, convolve_streams, qkv_convolution, split_heads, zero_beyond
+from ..base import (
+    GatedHeadNorm,
+    RecurrentMixer,
+    Run,
+    convolve_streams,
+    pass_through,
+    qkv_convolution,
+    split_heads,
+    zero_beyond,
+)
 
 
 @full_precision
@@ -75,6 +84,10 @@ class DeltaNet(RecurrentMixer):
         """β, or what erases in `gated_deltanet2`, before its sigmoid -> after it."""
         β = at_least_fp32(b).sigmoid()
         return 2.0 * β if self.params.allow_negative_eigenvalues else β
+
+    def begin_as_attention(self) -> list[str]:
+        """Keys and values of each token as they are."""
+        return pass_through(self.conv)
 
     def erase_and_write(self, gates: States) -> tuple[Tensor, Tensor | None]:
         """b, w of the step S_t = (I − k_t (b_t ⊙ k_t)ᵀ) Diag(α_t) S_{t−1} + k_t (w_t ⊙ v_t)ᵀ; w is b if None."""

@@ -3,6 +3,7 @@
 Shapes: R rows, L row length, S keys, H heads, G key/value heads, W head width, D model width.
 """
 
+import math
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from ...ops.forgetting_attention import forgetting_attention
 from ...ops.lse_merge import merge_partial_softmax
 from ...ops.numerics import at_least_fp32
 from ...ops.scored_attention import eager_attention
-from ..base import split_heads
+from ..base import SLOW, split_heads
 from ..row_attention import RowAttention, visible_keys
 
 
@@ -55,6 +56,12 @@ class ForgettingAttention(RowAttention):
         self.g_proj = nn.Linear(self.hidden_size, width, bias=False) if self.params.output_gate else None
         if self.params.qk_norm:
             self.q_norm, self.k_norm = (RMSNorm(self.head_dim, config.rms_norm_eps) for _ in "qk")
+
+    def begin_as_attention(self) -> list[str]:
+        """Nothing is forgotten faster than by `SLOW` a token, −log σ(b); the output gate stays as it is."""
+        self.f_proj.weight.zero_()
+        self.f_proj.bias.fill_(-math.log(math.expm1(SLOW)))
+        return ["f_proj.weight", "f_proj.bias"]
 
     def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, States]:
         query, new = super().project(x, rows)

@@ -3,6 +3,7 @@
 Shapes: R rows, L row length, H heads, K key width, V value width, D model width.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from transformers import initialization as init
 
 from ...cache import States
 from ...ops.numerics import at_least_fp32, full_precision
-from ..base import init_step_bias
+from ..base import SLOW, init_step_bias
 from .deltanet import DeltaNet
 
 
@@ -44,6 +45,13 @@ def init_decay(A_log: Tensor, dt_bias: Tensor) -> None:
     init_step_bias(dt_bias)
 
 
+def slow_decay(A_log: Tensor, dt_bias: Tensor) -> list[str]:
+    """A = 1 and softplus(dt_bias) = `SLOW`: a state that keeps nearly everything; the names of both."""
+    A_log.zero_()
+    dt_bias.fill_(math.log(math.expm1(SLOW)))
+    return ["A_log", "dt_bias"]
+
+
 class GatedDeltaNet(DeltaNet):
     """The gated delta rule (arXiv 2412.06464): α = exp(−exp(A_log)·softplus(a + dt_bias)), β = σ(b).
 
@@ -62,6 +70,10 @@ class GatedDeltaNet(DeltaNet):
     def init_parameters(self) -> None:
         """See `init_decay`."""
         init_decay(self.A_log, self.dt_bias)
+
+    def begin_as_attention(self) -> list[str]:
+        """A slow decay besides."""
+        return [*super().begin_as_attention(), *slow_decay(self.A_log, self.dt_bias)]
 
     def gates(self, *projected: Tensor) -> States:
         b, a = projected

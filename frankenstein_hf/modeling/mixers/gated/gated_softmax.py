@@ -25,5 +25,11 @@ class GatedSoftmaxAttention(StandardAttention):
         width = self.head_dim if self.params.gate == "elementwise" else 1
         self.g_proj = nn.Linear(self.hidden_size, self.num_heads * width, bias=False)
 
+    def begin_as_attention(self) -> list[str]:
+        """Gates of exactly one half, and twice the output: the same function."""
+        self.g_proj.weight.zero_()
+        self.o_proj.weight.mul_(2.0)
+        return ["g_proj.weight", "o_proj.weight"]
+
     def readout(self, output: Tensor, value: Tensor, hidden_states: Tensor) -> Tensor:
         return output * split_heads(self.g_proj(hidden_states), self.num_heads).sigmoid()

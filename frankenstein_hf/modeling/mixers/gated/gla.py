@@ -3,6 +3,7 @@
 Shapes: R rows, L row length, H heads, K key width, V value width, D model width.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from ...cache import States
 from ...context import Rows
 from ...ops.numerics import at_least_fp32, full_precision
 from ...ops.short_convolution import Stream
-from ..base import GatedHeadNorm, Run, convolve_streams, qkv_convolution
+from ..base import SLOW, GatedHeadNorm, Run, convolve_streams, pass_through, qkv_convolution
 from ..linear_attention import LinearAttention
 
 
@@ -58,6 +59,11 @@ class GatedLinearAttention(LinearAttention):
         self.conv = qkv_convolution(self.params, self.streams)
         self.norm = GatedHeadNorm(H, V, config.rms_norm_eps, centred=True)
         self.o_proj = nn.Linear(H * V, D, bias=self.output_bias)
+
+    def begin_as_attention(self) -> list[str]:
+        """Keys and values of each token as they are, and a slow decay: logsigmoid(b)/c = −`SLOW`."""
+        self.decay_up_proj.bias.fill_(-math.log(math.expm1(SLOW * self.params.gate_normalizer)))
+        return [*pass_through(self.conv), "decay_up_proj.bias"]
 
     def project(self, x: Tensor, rows: Rows) -> States:
         decay = at_least_fp32(self.decay_up_proj(self.decay_down_proj(x)))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ...cache import States
 from ...ops.numerics import at_least_fp32, full_precision
 from .deltanet import DeltaNet
-from .gated_deltanet import init_decay
+from .gated_deltanet import init_decay, slow_decay
 
 
 @full_precision
@@ -63,6 +63,10 @@ class KimiDeltaAttention(DeltaNet):
     def init_parameters(self) -> None:
         """See `init_decay`."""
         init_decay(self.A_log, self.dt_bias)
+
+    def begin_as_attention(self) -> list[str]:
+        """A slow decay besides."""
+        return [*super().begin_as_attention(), *slow_decay(self.A_log, self.dt_bias)]
 
     def log_decay(self, low: Tensor) -> Tensor:
         """[R, L, rank] -> log α [R, L, H, K] in at least fp32."""
