@@ -6,19 +6,26 @@ package itself costs nothing to import, and a command can answer without torch.
 """
 
 import sys
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from .after_import import after_import
 
-LAYERS = "transformers.modeling_layers"  # needs the Auto classes, and our models need it
+# Modules that may be what imports the Auto classes, and that our model classes have to wait for in turn.
+WAITED_FOR = (
+    "transformers.modeling_layers",
+    f"{__package__}.modeling.modeling_frankenstein",
+    f"{__package__}.modeling.modeling_frankenstein_heads",
+)
 
 
 def register() -> None:
     """Make transformers and PEFT know the family; safe to repeat."""
     after_import("transformers.models.auto.configuration_auto", register_config)
-    after_import(LAYERS, lambda module: None)  # so that its end can be waited for
+    for name in WAITED_FOR:
+        after_import(name, lambda module: None)  # so that its end can be waited for
     after_import("transformers.models.auto.modeling_auto", _register_models_when_possible)
     after_import(f"{__package__}.modeling.hub_bundle", _install_toolkit)
     after_import("transformers.modeling_utils", _register_attention)
@@ -41,12 +48,15 @@ def head_class(reference: str) -> type:
     return getattr(import_module(f".modeling.{module}", __package__), name)
 
 
-def _register_models_when_possible(modeling_auto: ModuleType) -> None:
-    layers = sys.modules.get(LAYERS)
-    if layers is not None and getattr(layers.__spec__, "_initializing", False):  # it is what imports the Auto classes
-        after_import(LAYERS, lambda module: register_models(modeling_auto))
-    else:
-        register_models(modeling_auto)
+def _register_models_when_possible(modeling_auto: ModuleType, ended: tuple[str, ...] = ()) -> None:
+    """Register when none of `WAITED_FOR` is being imported; `ended` are those that have just run."""
+    for name in WAITED_FOR:
+        initializing = getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False)
+        if initializing and name not in ended:
+            then = partial(_register_models_when_possible, modeling_auto, (*ended, name))
+            after_import(name, lambda module: then())
+            return
+    register_models(modeling_auto)
 
 
 def register_models(modeling_auto: ModuleType) -> None:

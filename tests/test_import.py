@@ -65,6 +65,16 @@ def test_models_and_their_parts_can_be_imported_first(code):
     modules_after(code)
 
 
+@pytest.mark.parametrize("name", ["FrankensteinForCausalLM", "FrankensteinForTokenClassification"])
+def test_models_can_be_imported_after_a_configuration_was_read(name, tmp_path):
+    fhf.FrankensteinConfig(vocab_size=9).save_pretrained(tmp_path)
+    code = "import frankenstein_hf as f\nfrom transformers import AutoConfig"
+    code += (
+        f"\nAutoConfig.from_pretrained({str(tmp_path)!r})\nf.{name}\nfrom transformers import AutoModelForCausalLM as A"
+    )
+    modules_after(f"{code}\nassert A._model_mapping[f.FrankensteinConfig] is f.FrankensteinForCausalLM")
+
+
 @pytest.mark.parametrize("name", fhf.__all__)
 def test_every_public_name_is_there(name):
     assert getattr(fhf, name) is not None and name in dir(fhf)
