@@ -53,10 +53,13 @@ def _register_models_when_possible(modeling_auto: ModuleType, ended: tuple[str, 
     for name in WAITED_FOR:
         initializing = getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False)
         if initializing and name not in ended:
-            then = partial(_register_models_when_possible, modeling_auto, (*ended, name))
-            after_import(name, lambda module: then())
+            after_import(name, partial(_register_later, modeling_auto, (*ended, name)))
             return
     register_models(modeling_auto)
+
+
+def _register_later(modeling_auto: ModuleType, ended: tuple[str, ...], module: ModuleType) -> None:
+    _register_models_when_possible(modeling_auto, ended)
 
 
 def register_models(modeling_auto: ModuleType) -> None:
