@@ -26,6 +26,8 @@ class FrankensteinConfig(StackConfig):
             [labelled, vocab_size]. The loss is the same.
         classifier_pooling: What a head that classifies sequences looks at: the first real token ("cls"), the last
             ("last") or the "mean" of all. None chooses "last" for causal models, "mean" for others.
+        masked_lm_loss: What MaskedLM is trained with: the cross-entropy of hidden tokens, or the "score_entropy" of
+            masked diffusion (SEDD, arXiv 2310.16834), which bounds the loss of whole texts.
         fixed_cross_entropy: Compute the cross-entropy of every head without cancellation, in the logits' own dtype:
             where the right class is far ahead (by 5.5 in bf16, 16.6 in fp32), the usual form loses the gradient of that
             class and keeps those of the others.
@@ -46,6 +48,7 @@ class FrankensteinConfig(StackConfig):
     use_cache: bool = setting(True)
     sparse_prediction: bool = setting(False)
     classifier_pooling: str | None = setting(None, choices=("cls", "mean", "last"))
+    masked_lm_loss: str = setting("cross_entropy", choices=("cross_entropy", "score_entropy"))
     fixed_cross_entropy: bool = setting(False)
     label_smoothing: float | int = setting(0.0, minimum=0, below=1)
     classifier_dropout: float | int = setting(0.0, minimum=0, below=1)
@@ -60,6 +63,16 @@ class FrankensteinConfig(StackConfig):
         super()._check_together()
         check_special_tokens(self, self.vocab_size)
         check_problem(self.problem_type, self.num_labels)
+        if self.masked_lm_loss == "score_entropy":
+            if self.mask_token_id is None:
+                raise ValueError(
+                    "masked_lm_loss='score_entropy' has to know which token is a mask; give mask_token_id too."
+                )
+            if self.fixed_cross_entropy or self.label_smoothing:
+                raise ValueError(
+                    "fixed_cross_entropy and label_smoothing change a cross-entropy, and "
+                    "masked_lm_loss='score_entropy' is none; leave one of them out."
+                )
 
     def describe(self, length: int = 4096) -> str:
         """Say in a few lines what this configuration is: layers, options, parameters by part, decode state.

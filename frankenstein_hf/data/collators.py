@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
+from ..configuration.values import did_you_mean
+from .mask_rates import RATE_DISTRIBUTIONS, GeometricNoise
+
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState, TrainingArguments
@@ -126,9 +129,15 @@ class MaskedLMCollator:
             number = self._next_batch()
             generator = torch.Generator().manual_seed(_seed(self.seed, os.environ.get("RANK", "0"), number))
             maskable = self._maskable(batch, special)
-            rate = self.rate_at(number // self.accumulation)
-            batch["input_ids"], batch["labels"] = self.mask(batch["input_ids"], maskable, documents, rate, generator)
+            batch |= self._hide(batch["input_ids"], maskable, documents, number // self.accumulation, generator)
         return batch
+
+    def _hide(
+        self, input_ids: Tensor, maskable: Tensor, documents: Tensor, step: int, generator: torch.Generator
+    ) -> dict[str, Tensor]:
+        """What masking makes of a batch of optimizer step `step`: masked ids, labels, and what the loss needs else."""
+        ids, labels = self.mask(input_ids, maskable, documents, self.rate_at(step), generator)
+        return {"input_ids": ids, "labels": labels}
 
     def mask(
         self, input_ids: Tensor, maskable: Tensor, documents: Tensor, rate: float, generator: torch.Generator
@@ -154,13 +163,17 @@ class MaskedLMCollator:
         rank[order] = torch.arange(len(ids)) - (length.cumsum(0) - length)[documents[order]]
         chosen = rank < wanted[documents]
 
+        ids, labels = self._replace(ids, chosen, generator)
+        return ids.view(shape), labels.view(shape)
+
+    def _replace(self, ids: Tensor, chosen: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """`ids` with the chosen ones hidden, swapped or left as they are, and the labels."""
         labels = torch.where(chosen, ids, -100)
         draw = torch.rand(ids.shape, generator=generator)
         replacement = self._ordinary[torch.randint(len(self._ordinary), ids.shape, generator=generator)]
         hidden = chosen & (draw < self.mask_replace_prob)
         swapped = chosen & ~hidden & (draw < self.mask_replace_prob + self.random_replace_prob)
-        ids = torch.where(swapped, replacement, ids).masked_fill(hidden, self.tokenizer.mask_token_id)
-        return ids.view(shape), labels.view(shape)
+        return torch.where(swapped, replacement, ids).masked_fill(hidden, self.tokenizer.mask_token_id), labels
 
     def _maskable(self, batch: Mapping[str, Tensor], special: Tensor | None) -> Tensor:
         maskable = ~torch.isin(batch["input_ids"], self._special)
@@ -179,6 +192,71 @@ class MaskedLMCollator:
         number = first + (self.calls if worker is None else self.calls * worker.num_workers + worker.id)
         self.calls += 1
         return number
+
+
+@dataclass
+class DiffusionCollator(MaskedLMCollator):
+    """Hide tokens at a rate that every document draws for itself, as masked diffusion models are trained.
+
+    Each ordinary token of a document is hidden with the document's rate, by itself. Hidden tokens become the mask
+    token. Everything else is as in `MaskedLMCollator`, whose `mask_rate` is not used.
+
+    Args:
+        schedule: A name of `RATE_DISTRIBUTIONS`, whose labels are the hidden tokens; or `GeometricNoise(…)` for models
+            with `masked_lm_loss="score_entropy"`: labels are then all ordinary tokens, and the batch has `noise` and
+            `noise_rate` [B, T], the noise of each token's document and its speed.
+        low, high: Rates drawn below or above are moved there (0.05 and 0.95 in Odyssey's program). Not with
+            `GeometricNoise`, whose weights belong to the rates as drawn.
+        at_least_one: Hide one token of documents in which the draws hid none, so that every document has a loss. Not
+            with `GeometricNoise` either.
+
+    Raises:
+        ValueError: An unknown schedule, or a range that is none.
+    """
+
+    mask_replace_prob: float = 1.0
+    random_replace_prob: float = 0.0
+    schedule: str | GeometricNoise = "betalinear30"
+    low: float = 0.0
+    high: float = 1.0
+    at_least_one: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.schedule, str) and self.schedule not in RATE_DISTRIBUTIONS:
+            raise ValueError(f"Unknown schedule {self.schedule!r}" + did_you_mean(self.schedule, RATE_DISTRIBUTIONS))
+        if not 0 <= self.low <= self.high <= 1:
+            raise ValueError(f"low={self.low} and high={self.high} must be 0 ≤ low ≤ high ≤ 1.")
+        if isinstance(self.schedule, GeometricNoise) and (self.low, self.high) != (0.0, 1.0):
+            raise ValueError("low and high would make the weights of GeometricNoise wrong; set its sigmas instead.")
+
+    def _hide(
+        self, input_ids: Tensor, maskable: Tensor, documents: Tensor, step: int, generator: torch.Generator
+    ) -> dict[str, Tensor]:
+        count = int(documents.max()) + 1
+        if not isinstance(self.schedule, str):
+            noise = self.schedule.draw(count, generator)
+            hidden = maskable & (_uniform(input_ids, generator) < noise.rate[documents])
+            return {
+                "input_ids": input_ids.masked_fill(hidden, self.tokenizer.mask_token_id),
+                "labels": input_ids.masked_fill(~maskable, -100),
+                "noise": noise.total[documents].float(),
+                "noise_rate": noise.speed[documents].float(),
+            }
+        rates = RATE_DISTRIBUTIONS[self.schedule].draw(count, generator).clamp(self.low, self.high)
+        draw = _uniform(input_ids, generator).masked_fill(~maskable, 2.0)
+        chosen = draw < rates[documents]
+        if self.at_least_one:
+            smallest = torch.full((count,), 2.0, dtype=draw.dtype).scatter_reduce_(
+                0, documents.flatten(), draw.flatten(), "amin"
+            )
+            chosen |= (draw == smallest[documents]) & maskable
+        ids, labels = self._replace(input_ids.flatten(), chosen.flatten(), generator)
+        return {"input_ids": ids.view_as(input_ids), "labels": labels.view_as(input_ids)}
+
+
+def _uniform(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.rand(like.shape, generator=generator, dtype=torch.double)
 
 
 class MaskingCallback(TrainerCallback):

@@ -7,6 +7,7 @@ takes neither.
 Shapes: N rows, V classes.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -166,6 +167,35 @@ def choice_loss(logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
         kwargs: As `class_loss` takes them.
     """
     return class_loss(logits, labels, **kwargs)
+
+
+def score_entropy_loss(
+    logits: Tensor, targets: Tensor, noise: Tensor, noise_rate: Tensor, mask_token_id: int, num_items: Tensor | float
+) -> Tensor:
+    """Denoising score entropy of hidden tokens under absorbing noise (SEDD, arXiv 2310.16834): a bound on −log p.
+
+    The best score of y at a hidden token is s_y = p(y) / (exp σ̄ − 1), with p what the visible tokens say of it. The
+    logits are log s less what the noise alone decides, −log(exp σ̄ − 1) − log(V − 1), so that their softmax is p.
+
+    Args:
+        logits: [M, V] at the hidden tokens.
+        targets: [M] the tokens themselves.
+        noise: [M] σ̄ > 0.
+        noise_rate: [M] σ′.
+        mask_token_id: Which of the V is no token to be.
+        num_items: Tokens that could have been hidden; the loss is a sum over this.
+
+    Returns:
+        Σ σ′ (Σ_{y ≠ mask} s_y − a log s_target + a (log a − 1)) / num_items with a = 1 / (exp σ̄ − 1), at least fp32.
+    """
+    logits = at_least_fp32(logits)
+    log_a = -torch.log(torch.expm1(noise.to(logits.dtype)))
+    log_scores = logits + (log_a - math.log(logits.shape[1] - 1))[:, None]
+    others = log_scores.masked_fill(torch.arange(logits.shape[1], device=logits.device) == mask_token_id, -torch.inf)
+    chosen = log_scores.gather(1, targets[:, None])[:, 0]
+    a = log_a.exp()
+    losses = others.exp().sum(1) - a * chosen + a * (log_a - 1)
+    return (noise_rate.to(losses.dtype) * losses).sum() / num_items
 
 
 LOSSES: dict[str, Callable[..., Any]] = {

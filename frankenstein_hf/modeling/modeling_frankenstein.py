@@ -1,5 +1,6 @@
 """The Frankenstein text models: a stack of layers, each with the sequence mixer its configuration names."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from .arguments import KERNEL_KEYS, check_keywords, for_stack, looked_up
 from .cache import whole_call
 from .context import Batch, Past, make_context, packed_starts
 from .foreign_caches import PagedLayers, check_dense, is_paged, paged_mask, paged_view, quantized_cache
+from .losses import score_entropy_loss
+from .masked_generation import check_arguments, fill_masks
 from .pretrained import FrankensteinPreTrainedModel
 from .stack import StackModel, StackOutput
 
@@ -298,17 +301,34 @@ class FrankensteinForMaskedLM(FrankensteinPreTrainedModel):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        noise: Tensor | None = None,
+        noise_rate: Tensor | None = None,
         **kwargs: Any,
     ) -> MaskedLMOutput:
         """Run the model; arguments as in `FrankensteinModel.forward`, and:
 
         Args:
             labels: [B, T] ids to predict, −100 elsewhere. With `config.sparse_prediction`, training computes logits at
-                the labelled positions only: the loss is the same, `logits` is [labelled, vocab_size].
+                the labelled positions only: the loss is the same, `logits` is [labelled, vocab_size]. With
+                `config.masked_lm_loss="score_entropy"` ids wherever a token could have been hidden; masks are found
+                in `input_ids`.
+            noise, noise_rate: [B, T], for that loss: the noise σ̄ of each token's document and its speed σ′, as
+                `DiffusionCollator` with `GeometricNoise` gives them.
 
         Returns:
             `loss`, `logits` [B, T, vocab_size], `hidden_states`, `attentions`.
+
+        Raises:
+            ValueError: Noise where the loss reads none, or none where it does.
         """
+        diffuses = self.config.masked_lm_loss == "score_entropy"
+        if not diffuses and (noise is not None or noise_rate is not None):
+            raise ValueError("noise and noise_rate are read with config.masked_lm_loss='score_entropy' only.")
+        if diffuses and labels is not None and (noise is None or noise_rate is None or input_ids is None):
+            raise ValueError(
+                "masked_lm_loss='score_entropy' needs input_ids, noise and noise_rate beside the labels, as "
+                "DiffusionCollator(schedule=GeometricNoise()) gives them."
+            )
         output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -317,15 +337,94 @@ class FrankensteinForMaskedLM(FrankensteinPreTrainedModel):
             **for_stack(kwargs, use_cache=False),
         )
         hidden_states = output.last_hidden_state
-        if labels is not None and self.config.sparse_prediction and self.training:
+        every_place = diffuses or not (self.config.sparse_prediction and self.training)
+        if labels is not None and not every_place:
             labelled = (labels != -100).flatten().nonzero().squeeze(1)
             hidden_states = hidden_states.flatten(0, 1).index_select(0, labelled)
             labels = labels.flatten().index_select(0, labelled)
         logits = self._logits(hidden_states)
         loss = None
         if labels is not None:
-            loss = self._vocabulary_loss(logits, labels, kwargs)
+            if input_ids is not None and noise is not None and noise_rate is not None:
+                loss = self._score_entropy(logits, labels, input_ids, noise, noise_rate, **kwargs)
+            else:
+                loss = self._vocabulary_loss(logits, labels, kwargs)
             loss = output.plus_aux_loss(loss, self.training, labels, kwargs.get("num_items_in_batch"))
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=output.hidden_states, attentions=output.attentions
         )
+
+    def _score_entropy(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        input_ids: Tensor,
+        noise: Tensor,
+        noise_rate: Tensor,
+        num_items_in_batch: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        mask_token_id = self.config.mask_token_id
+        assert mask_token_id is not None  # the configuration has refused
+        counted = labels != -100
+        hidden = counted & (input_ids == mask_token_id)
+        items = counted.sum() if num_items_in_batch is None else num_items_in_batch
+        return score_entropy_loss(
+            logits[hidden], labels[hidden], noise[hidden], noise_rate[hidden], mask_token_id, items
+        )
+
+    def generate_masked(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        tokens_per_step: int = 1,
+        temperature: float = 1.0,
+        order: str = "top_probability",
+        suppress_tokens: Iterable[int] | None = None,
+        generator: torch.Generator | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Fill in the mask tokens of a text, or write one from masks alone, the surest places first.
+
+        Each step predicts all masked places and fills `tokens_per_step` of every row; what is written stays, and what
+        was given is never changed (arXiv 2502.06768).
+
+        Args:
+            input_ids: [B, T] with `config.mask_token_id` where something is to be written.
+            attention_mask: [B, T]; masks at pads are left alone.
+            tokens_per_step: Places of a row that are filled at once; 1 is the most careful, T the fastest.
+            temperature: Of the drawing of a token; 0 takes the likeliest. The order of places does not depend on it.
+            order: Which places come first: "top_probability", those whose likeliest token is likeliest; "margin",
+                those where it leads the second by most; "random".
+            suppress_tokens: Never written, beside the mask token; by default the special tokens of the configuration.
+            generator: Of the draws, for results that repeat.
+            kwargs: More arguments of `forward`, such as those of packed documents.
+
+        Returns:
+            [B, T] ids. For example `model.generate_masked(torch.full((1, 64), model.config.mask_token_id))`.
+
+        Raises:
+            ValueError: No mask token in the configuration, or an argument out of range.
+        """
+        if suppress_tokens is None:
+            special = [getattr(self.config, f"{name}_token_id") for name in ("pad", "bos", "eos", "cls", "sep")]
+            suppress_tokens = [token for token in special if isinstance(token, int)]
+        never = list(suppress_tokens)
+        mask_token_id = check_arguments(self.config, input_ids, tokens_per_step, temperature, order, never)
+        was_training = self.training
+        self.eval()
+        try:
+            return fill_masks(
+                lambda ids: self(input_ids=ids, attention_mask=attention_mask, **kwargs).logits,
+                input_ids,
+                mask_token_id,
+                attention_mask,
+                tokens_per_step,
+                temperature,
+                order,
+                never,
+                generator,
+            )
+        finally:
+            self.train(was_training)

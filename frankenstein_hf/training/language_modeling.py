@@ -7,11 +7,13 @@ from typing import Any, Literal
 
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedTokenizerBase, Trainer
 
+from ..configuration.values import did_you_mean
 from ..data import conversations
 from ..data.baseline import unigram_loss
-from ..data.collators import CausalLMCollator, MaskedLMCollator, MaskRateSchedule, mask_once
+from ..data.collators import CausalLMCollator, DiffusionCollator, MaskedLMCollator, MaskRateSchedule, mask_once
 from ..data.conversations import pack_conversations
 from ..data.corpus import embedded_corpus
+from ..data.mask_rates import RATE_DISTRIBUTIONS
 from ..data.tokenization import pack
 from ..hub.foreign import Markdown
 from .arguments import BadInput, CausalDataArguments, DataArguments, ModelArguments, ProgramArguments
@@ -31,6 +33,13 @@ class MaskingArguments:
     final_mask_rate: float | None = field(
         default=None, metadata={"help": "Move from --mask_rate to this rate over the training."}
     )
+    mask_schedule: str | None = field(
+        default=None,
+        metadata={
+            "help": "Draw a rate for every document, as masked diffusion does, instead of --mask_rate: betalinear30, "
+            "cosine, sqrt_esm or sqrt_odyssey. Hidden tokens then all become the mask token."
+        },
+    )
     mask_rate_shape: str = field(default="linear", metadata={"help": "How it moves: linear or cosine."})
     eval_mask_rate: float = field(default=0.15, metadata={"help": "Share of the tokens to predict in evaluations."})
     mask_replace_prob: float = field(default=0.8, metadata={"help": "Share of those that become the mask token."})
@@ -43,8 +52,22 @@ class MaskingArguments:
                 raise BadInput(f"--{name} {value} must be between 0 and 1.")
         if self.mask_replace_prob + self.random_replace_prob > 1:
             raise BadInput("--mask_replace_prob and --random_replace_prob must not add up to more than 1.")
+        if self.mask_schedule is not None:
+            if self.mask_schedule not in RATE_DISTRIBUTIONS:
+                raise BadInput(
+                    f"Unknown --mask_schedule {self.mask_schedule!r}"
+                    + did_you_mean(self.mask_schedule, RATE_DISTRIBUTIONS)
+                )
+            if self.final_mask_rate is not None:
+                raise BadInput("--final_mask_rate moves --mask_rate, which --mask_schedule replaces; leave one out.")
         if self.mask_rate_shape not in ("linear", "cosine"):
             raise BadInput(f"--mask_rate_shape {self.mask_rate_shape!r} must be linear or cosine.")
+
+    def collator(self, tokenizer: Any, seed: int) -> MaskedLMCollator:
+        """What hides tokens while training."""
+        if self.mask_schedule is not None:
+            return DiffusionCollator(tokenizer, seed=seed, schedule=self.mask_schedule)
+        return MaskedLMCollator(tokenizer, self.rate(), self.mask_replace_prob, self.random_replace_prob, seed=seed)
 
     def rate(self) -> float | MaskRateSchedule:
         """The rate while training."""
@@ -210,9 +233,7 @@ class MaskedRun(LanguageModelRun):
         """transformers' own, hiding tokens anew in every epoch and the same ones in every evaluation."""
         masks, seed, tokenizer = self.mask_args, self.args.seed, self.tokenizer
         assert tokenizer is not None
-        collator = MaskedLMCollator(
-            tokenizer, masks.rate(), masks.mask_replace_prob, masks.random_replace_prob, seed=seed
-        )
+        collator = masks.collator(tokenizer, seed)
         with self.bars():
             held_out = mask_once(held_out, collator, masks.eval_mask_rate, seed)
         return super().trainer(model, train, held_out, data_collator=collator, callbacks=[collator.callback()], **more)

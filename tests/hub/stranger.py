@@ -56,6 +56,12 @@ with torch.no_grad():
     fill = pipeline("fill-mask", str(folder / "masked"), **trust)
     found["fill-mask"] = [answer["token_str"] for answer in fill("t5 [MASK] t7", top_k=2)]
 
+    masked = AutoModelForMaskedLM.from_pretrained(folder / "masked", **trust)
+    masked.config.mask_token_id = int(expected["input_ids"][0, 3])
+    found["generate_masked"] = torch.equal(
+        masked.generate_masked(expected["input_ids"], temperature=0), expected["generate_masked"]
+    )
+
     for task, auto_name in (
         ("text-classification", "AutoModelForSequenceClassification"),
         ("token-classification", "AutoModelForTokenClassification"),

@@ -74,6 +74,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
         expected["generate"] = causal.generate(
             expected["input_ids"], max_new_tokens=5, do_sample=False, use_cache=False
         )
+        masked = fhf.FrankensteinForMaskedLM.from_pretrained(folder / "masked")
+        masked.config.mask_token_id = int(expected["input_ids"][0, 3])
+        expected["generate_masked"] = masked.generate_masked(expected["input_ids"], temperature=0)
         with own_mixer(ROOT.parent / "examples" / "min_gru.py"):
             for name, is_causal in (("own", True), ("own_masked", False)):
                 own = tiny_model(["min_gru", "swa"], is_causal=is_causal, mixer_params=OWN_PARAMS)
@@ -139,6 +142,7 @@ def test_every_head_loads_without_the_package_and_computes_the_same_bits(found, 
 
 def test_generation_and_pipelines_work_without_the_package(found, checkpoints):
     assert found["generate"] is True
+    assert found["generate_masked"] is True
     for task, answer in (("text-generation", "t5 t6"), ("fill-mask", None)):
         folder = checkpoints / ("causal" if task == "text-generation" else "masked")
         pipe = transformers.pipeline(task, str(folder))

@@ -227,6 +227,10 @@ def test_bad_files_of_flags_and_bad_mask_rates_are_named(flags, tmp_path):
             run_mlm.main([str(file)])
     with pytest.raises(BadInput, match="no such file"):
         run_mlm.main([str(tmp_path / "absent.json")])
+    with pytest.raises(BadInput, match=r"Unknown --mask_schedule 'cosin'.*cosine"):
+        run_mlm.main(flags(mask_schedule="cosin"))
+    with pytest.raises(BadInput, match="leave one out"):
+        run_mlm.main(flags(mask_schedule="cosine", final_mask_rate=0.1))
     with pytest.raises(BadInput, match="--final_mask_rate 2"):
         run_mlm.main(flags(final_mask_rate=2))
 
