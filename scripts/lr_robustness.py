@@ -368,7 +368,8 @@ def page(runs: list[Run], arguments: Arguments, flags: str) -> str:
         f"times smaller ({parameters} parameters; {setting['num_hidden_layers']} layers, width "
         f"{setting['hidden_size']}), trained on {data.get(setting['data'], setting['data'])} for {setting['steps']} "
         f"steps of {setting['batch_size']} × {setting['block_size']} tokens, {arguments.seeds} seeds, AdamW with "
-        "weight decay 0.01, clipping to norm 1, masks by `betalinear30`. The rate rises over a tenth of the steps and stays.",
+        "weight decay 0.01, clipping to norm 1, masks by `betalinear30`. The rate rises over a tenth of the steps and "
+        "stays there.",
         "Largest stable rates are −2⟨g, u⟩ / ⟨u, H u⟩ of the optimizer's own next update, at every "
         f"{setting['probe_every']}th step after the warm-up; a step is stable while the rate is below. A run has "
         "diverged if its loss ended as no number, or no lower than it began.",
