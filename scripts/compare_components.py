@@ -373,7 +373,7 @@ def page(rows: dict[str, dict[str, Any]], arguments: Arguments, flags: str) -> s
 def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
     """Differences and costs, a row an option."""
     shown = {option: row for option, row in rows.items() if math.isfinite(row["loss"])}
-    picture = Picture("One option changed at a time", 3, size=(3.6, 1 + 0.16 * len(shown)))
+    picture = Picture("One option changed at a time", 3, size=(4.6, 1 + 0.16 * len(shown)))
     measures = {"held-out loss (nats a token)": "loss", "time of a step": "time", "peak memory": "memory"}
     for axes, (label, key) in zip(picture.panels, measures.items()):
         picture.dots(axes, {option: row.get(key, 1.0) for option, row in shown.items()}, label)
