@@ -270,12 +270,14 @@ class Cell:
     Attributes:
         loss: Infinite if any run diverged.
         spread: Standard deviation over seeds.
-        diverged: Runs that did.
+        runs: How many.
+        diverged: Those of them that did.
         median, stable, ascent: As `run` returns them; the median is infinite where most probes have no limit.
     """
 
     loss: float
     spread: float
+    runs: int
     diverged: int
     median: float
     stable: float
@@ -292,12 +294,20 @@ def summarise(runs: list[Run]) -> dict[str, dict[float, Cell]]:
         cells.setdefault(mechanism, {})[rate] = Cell(
             statistics.mean(losses),
             statistics.stdev(losses) if len(losses) > 1 and not lost else 0.0,
+            len(own),
             lost,
             statistics.median(math.inf if r["median"] is None else r["median"] for r in own),
             statistics.mean(r["stable"] for r in own),
             statistics.mean(r["ascent"] for r in own),
         )
     return cells
+
+
+def shown(cell: Cell) -> str:
+    """Its loss, and over how many seeds it varies by how much."""
+    if math.isinf(cell.loss):
+        return "diverged"
+    return f"{cell.loss:.3f} ± {cell.spread:.3f}" if cell.runs > 1 else f"{cell.loss:.3f}"
 
 
 def best(cells: dict[float, Cell]) -> float:
@@ -319,11 +329,9 @@ def table(cells: dict[str, dict[float, Cell]]) -> str:
     ]
     for mechanism, own in cells.items():
         rate, top = best(own), own[max(own)]
-        last = "diverged" if math.isinf(top.loss) else f"{top.loss:.3f}"
         excess = "–" if math.isinf(top.loss) else f"{top.loss - own[rate].loss:+.3f}"
         lines.append(
-            f"| {mechanism} | {rate:g} | {own[rate].loss:.3f} ± {own[rate].spread:.3f} | factor {window(own):.3g} "
-            f"| {last} | {excess} |"
+            f"| {mechanism} | {rate:g} | {shown(own[rate])} | factor {window(own):.3g} | {shown(top)} | {excess} |"
         )
     lines += [
         "",
@@ -332,10 +340,9 @@ def table(cells: dict[str, dict[float, Cell]]) -> str:
     ]
     for mechanism, own in cells.items():
         for rate, cell in own.items():
-            loss = "–" if math.isinf(cell.loss) else f"{cell.loss:.3f} ± {cell.spread:.3f}"
             limit = "no limit" if math.isinf(cell.median) else f"{cell.median:.2g}"
             lines.append(
-                f"| {mechanism} | {rate:g} | {loss} | {cell.diverged} | {limit} | {cell.stable:.0%} "
+                f"| {mechanism} | {rate:g} | {shown(cell)} | {cell.diverged} | {limit} | {cell.stable:.0%} "
                 f"| {cell.ascent:.0%} |"
             )
     return "\n".join(lines) + "\n"
