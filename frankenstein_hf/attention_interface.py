@@ -48,16 +48,22 @@ def xsa_forward(
 FORWARD: dict[str, Callable[..., tuple[Tensor, None]]] = {"xsa": xsa_forward}
 
 
-def _is_sparse(spec: MixerSpec) -> bool:
-    return spec.family == "sparse"
+# Mixers that learn something unless a parameter fixes it: no name without parameters is registered for them.
+FIXED: dict[str, dict[str, Any]] = {"sigmoid": {"bias": 0.0}}
 
 
-def _is_available(spec: MixerSpec) -> bool:
-    return spec.parameter_free(spec.params()) and (_is_sparse(spec) or spec.native_mask)
+def _reads_documents(spec: MixerSpec) -> bool:
+    """Whether its core asks which keys are visible in our own words instead of taking transformers' mask."""
+    return spec.family == "sparse" or spec.name in FIXED
+
+
+def _is_available(spec: MixerSpec, params: Any = None) -> bool:
+    free = spec.parameter_free(spec.params() if params is None else params)
+    return free and (_reads_documents(spec) or spec.native_mask)
 
 
 def _register(name: str, spec: MixerSpec, values: dict[str, Any] | None) -> None:
-    if _is_sparse(spec):
+    if _reads_documents(spec):
         AttentionInterface.register(name, partial(sparse_forward, spec, values))
         AttentionMaskInterface.register(name, visibility_mask)
     else:
@@ -80,16 +86,17 @@ def attention_implementation(name: str, **params: Any) -> str:
         AutoModel.from_pretrained("any/model", attn_implementation=fhf.attention_implementation("swa", window_size=512))
 
     Args:
-        name: A mixer without parameters of its own but the projections, such as "swa" or "bigbird".
+        name: A mixer without parameters of its own but the projections, such as "swa" or "bigbird", or one whose
+            parameters are fixed, such as "sigmoid" with `bias=0.0`.
         params: Its parameters; without any, the host config's `mixer_params[name]` are used if there are some.
 
     Raises:
         ValueError: The mixer cannot be an attention implementation, or a parameter is wrong.
     """
     spec = MIXERS.get(name)
-    allowed = [spec.name for spec in MIXERS if _is_available(spec)]
+    allowed = [spec.name for spec in MIXERS if _is_available(spec, spec.params(**FIXED.get(spec.name, {})))]
     values = spec.params.from_dict(params, name)
-    if not _is_available(spec) or not spec.parameter_free(values):
+    if not _is_available(spec, values):
         needs = "token ids" if spec.needs_input_ids else "parameters or inputs of its own besides q, k and v"
         raise ValueError(
             f"{name!r}{f' with {params}' if params else ''} cannot be an attention implementation of other models: it "

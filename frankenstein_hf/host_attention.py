@@ -8,6 +8,7 @@ returns integers [B, S + 5]: the document of every key (0: a pad), then five num
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .configuration.component import MixerSpec
+from .configuration.mixers.dense.sigmoid import SigmoidParams
 from .configuration.mixers.sparse.swa import SWAParams
 
 UNLIMITED = 2**40
@@ -214,6 +216,21 @@ def _rows(x: Tensor, places: Tensor) -> Tensor:
     return flat.index_select(0, places.flatten()).view(*places.shape, *flat.shape[1:]).transpose(1, 2)
 
 
+def _by_sigmoid(
+    params: SigmoidParams, is_causal: bool, q: Tensor, k: Tensor, v: Tensor, group: Group, options: dict[str, Any]
+) -> Tensor:
+    """`sigmoid` with a fixed bias; a host that scales its scores in a way of its own does so here too."""
+    from .modeling.mixers.dense.sigmoid import attend_by_sigmoid
+
+    last = torch.full((1, group.num_queries), group.num_keys - 1, device=q.device)
+    if is_causal:
+        last = torch.arange(group.num_keys - group.num_queries, group.num_keys, device=q.device)[None]
+    dropout = options["dropout"] if options["training"] else 0.0
+    if options["scale"] is not None:
+        q = q * (options["scale"] * q.shape[-1] ** 0.5)
+    return attend_by_sigmoid(q, k, v, params.bias, last, params.normalize == "l1", dropout, dropout > 0)[0]
+
+
 def _core(
     spec: MixerSpec, values: dict[str, Any] | None, module: nn.Module, query: Tensor, seen: Visibility
 ) -> Callable[..., Tensor]:
@@ -234,6 +251,11 @@ def _core(
     is_local = min(seen.left, seen.right) < UNLIMITED or bool(seen.dropped.any())
     has_rope = bool(getattr(config, "rope_parameters", None))
     cls: Any = implementation(spec)
+
+    if isinstance(params, SigmoidParams):
+        if is_local:
+            raise ValueError(f"frankenstein_sigmoid cannot honour the sliding window of {type(module).__name__}.")
+        return partial(_by_sigmoid, params, seen.is_causal)
 
     def make_call(group: Group, options: dict[str, Any]) -> Any:
         return Call(group.num_keys - group.num_queries, seen.is_causal, **options)

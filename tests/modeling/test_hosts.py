@@ -1,9 +1,12 @@
 """Our sparse patterns inside transformers' own models: outputs, pads, caches, gradients, windows, refusals."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import (
     AttentionInterface,
+    AttentionMaskInterface,
     BertConfig,
     BertModel,
     LlamaConfig,
@@ -15,6 +18,7 @@ from transformers import (
     ViTConfig,
     ViTModel,
 )
+from transformers.masking_utils import sdpa_mask
 
 import frankenstein_hf as fhf
 from frankenstein_hf.configuration.registries import MIXERS
@@ -33,7 +37,7 @@ HOSTS = {
     "modernbert": lambda **k: ModernBertModel(ModernBertConfig(**SMALL, **TOKENS, local_attention=4, **k)),
     "vit": lambda **k: ViTModel(ViTConfig(**SMALL | {"hidden_size": 24}, image_size=20, patch_size=4, **k)),
 }
-SMALL_PARAMS = {spec.name: dict(spec.small_params) for spec in MIXERS}
+SMALL_PARAMS = {spec.name: dict(spec.small_params) for spec in MIXERS} | {"sigmoid": {"bias": -0.5}}
 PATTERNS = ["swa", "longformer", "bigbird", "sparse_transformer"]
 # parameters at which a pattern covers everything
 COVERING = {
@@ -52,7 +56,8 @@ def fits(host: str, name: str) -> bool:
 
 
 PAIRS = [(host, name) for host in HOSTS for name in COVERING if fits(host, name)]
-CAUSAL_PAIRS = [(host, name) for host, name in PAIRS if host in ("llama", "qwen3", "qwen3 with windows")]
+PAIRS_AND_SIGMOID = PAIRS + [(host, "sigmoid") for host in HOSTS if host not in WITH_WINDOWS]
+CAUSAL_PAIRS = [(host, name) for host, name in PAIRS_AND_SIGMOID if host in ("llama", "qwen3", "qwen3 with windows")]
 
 
 def build(host: str, implementation: str):
@@ -85,7 +90,45 @@ def test_a_pattern_that_covers_everything_equals_sdpa(host, name):
         assert_near(call(host, ours, mask)[keep], call(host, theirs, mask)[keep], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(("host", "name"), PAIRS)
+def sigmoid_formula(module, query, key, value, attention_mask, scaling=None, l1=False, **others):
+    """σ(q k · scaling − ½ − ln n) v in fp64 over the mask of transformers, n keys being visible."""
+    q, k, v = (x.double() for x in (query, key, value))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    T = q.shape[2]
+    mask = attention_mask
+    if mask is None:
+        mask = torch.ones(T, T, dtype=torch.bool)
+        mask = mask.tril() if getattr(module, "is_causal", True) else mask
+    count = mask.sum(-1, keepdim=True).clamp_min(1).double()
+    weights = torch.sigmoid(q @ k.mT * (scaling or q.shape[-1] ** -0.5) - 0.5 - (0 if l1 else count.log())) * mask
+    if l1:
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-30)
+    return (weights @ v).transpose(1, 2).to(query.dtype), None
+
+
+@pytest.mark.parametrize("normalize", ["none", "l1"])
+@pytest.mark.parametrize("host", [host for host in HOSTS if host not in WITH_WINDOWS])
+def test_sigmoid_equals_its_formula(host, normalize):
+    AttentionInterface.register("sigmoid_formula", partial(sigmoid_formula, l1=normalize == "l1"))
+    AttentionMaskInterface.register("sigmoid_formula", sdpa_mask)
+    ours = build(host, fhf.attention_implementation("sigmoid", bias=-0.5, normalize=normalize))
+    theirs = build(host, "sigmoid_formula")
+    for mask in (None, LEFT) if host != "vit" else (None,):
+        keep = slice(None) if mask is None else mask.bool()
+        assert_near(call(host, ours, mask)[keep], call(host, theirs, mask)[keep], rtol=1e-3, atol=1e-4)
+
+
+def test_sigmoid_refuses_windows_and_a_learned_bias():
+    name = fhf.attention_implementation("sigmoid", bias=-0.5)
+    for host in sorted(WITH_WINDOWS):
+        with pytest.raises(ValueError, match="frankenstein_sigmoid cannot honour the sliding window"):
+            call(host, build(host, name))
+    for params in ({}, {"bias": "learned"}, {"bias": 0.0, "normalize": "hybrid"}):
+        with pytest.raises(ValueError, match="parameters or inputs of its own"):
+            fhf.attention_implementation("sigmoid", **params)
+
+
+@pytest.mark.parametrize(("host", "name"), PAIRS_AND_SIGMOID)
 def test_a_small_pattern_changes_the_output_and_has_finite_gradients(host, name):
     ours = build(host, fhf.attention_implementation(name, **SMALL_PARAMS[name]))
     out = call(host, ours)
@@ -96,7 +139,7 @@ def test_a_small_pattern_changes_the_output_and_has_finite_gradients(host, name)
     assert any(g is not None and g.abs().sum() > 0 for g in gradients)
 
 
-@pytest.mark.parametrize(("host", "name"), [pair for pair in PAIRS if pair[0] != "vit"])
+@pytest.mark.parametrize(("host", "name"), [pair for pair in PAIRS_AND_SIGMOID if pair[0] != "vit"])
 def test_left_padding_changes_no_real_token(host, name):
     model = build(host, fhf.attention_implementation(name, **SMALL_PARAMS[name]))
     if host == "bert":  # whose learned positions count pads

@@ -19,6 +19,18 @@ from ..row_attention import RowAttention, visible_keys
 eager_sigmoid = eager_sigmoid_attention  # σ(q kᵀ / √W + b − ln n) v, weights materialised; n keys are visible
 
 
+def attend_by_sigmoid(
+    q: Tensor, k: Tensor, v: Tensor, bias: Any, last: Tensor, l1: bool, dropout: float, is_eager: bool
+) -> tuple[Tensor, Tensor | None]:
+    """q [B, H, T, W] over keys up to `last` [B or 1, T]; `bias` a number or [H, 1] -> output and weights, if eager."""
+    level = at_least_fp32(q.new_zeros(*q.shape[:3])) + bias
+    if not l1:
+        level = level - (last + 1).clamp_min(1).to(level.dtype).log()[:, None]
+    if is_eager:
+        return eager_sigmoid(q, k, v, level, visible_keys(last, k.shape[2]), l1, dropout)
+    return sigmoid_attention(q, k, v, level, last, l1), None
+
+
 class SigmoidAttention(RowAttention):
     """Σ_j σ(q_i k_j / √W + b − ln n_i) v_j, n_i the number of keys token i sees (arXiv 2409.04431).
 
@@ -39,15 +51,10 @@ class SigmoidAttention(RowAttention):
             init.zeros_(self.bias)
 
     def attend(self, query: Tensor, seen: States, rows: Rows) -> tuple[Tensor, Tensor | None]:
-        last, l1 = self.last_keys(rows), self.params.normalize == "l1"
         q, k, v = (x.transpose(1, 2) for x in (query, *seen.values()))
-        level = at_least_fp32(q.new_zeros(*q.shape[:3]))
-        level = level + (self.params.bias if self.bias is None else self.bias[:, None])
-        if not l1:
-            level = level - (last + 1).clamp_min(1).to(level.dtype).log()[:, None]
-        if self.is_eager(rows):
-            return eager_sigmoid(q, k, v, level, visible_keys(last, k.shape[2]), l1, self.dropout)
-        return sigmoid_attention(q, k, v, level, last, l1), None
+        bias = self.params.bias if self.bias is None else self.bias[:, None]
+        l1 = self.params.normalize == "l1"
+        return attend_by_sigmoid(q, k, v, bias, self.last_keys(rows), l1, self.dropout, self.is_eager(rows))
 
     def gather(self, output: Tensor, x: Tensor) -> Tensor:
         output = super().gather(output, x)
