@@ -17,6 +17,7 @@ def program(monkeypatch):
 
     rows = torch.randint(1, 300, (12, 16), generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(compare_components, "make_data", lambda arguments: (rows, rows[:4]))
+    monkeypatch.setattr(compare_components, "ROUNDS", 1)
     return compare_components
 
 
@@ -30,7 +31,7 @@ def test_every_registered_component_takes_its_turn(program):
 
 def test_runs_are_kept_and_refusals_are_rows(program, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    line = [*TINY, "--seeds", "2", "--options", "norm=layer_norm", "residual=hyperloop", "hidden_size=33",
+    line = [*TINY, "--seeds", "2", "--options", "residual=hyperloop", "hidden_size=33",
             "--json", str(tmp_path / "runs.json"), "--markdown", str(tmp_path / "page.md"),
             "--plot", str(tmp_path / "page.png")]  # fmt: skip
     calls, run = [], program.run
@@ -47,12 +48,12 @@ def test_runs_are_kept_and_refusals_are_rows(program, tmp_path, monkeypatch):
     rows = program.main(line)
     stored = json.loads((tmp_path / "runs.json").read_text())["runs"]
     done = [(r["option"], r["seed"]) for r in stored]
-    assert len(set(done)) == len(done) == 6 + 1  # the refused one once
+    assert len(set(done)) == len(done) == 4 + 1  # the refused one once
     before = len(calls)
     again = program.main(line)
     assert len(calls) == before and again.keys() == rows.keys()
     assert "33" in rows["hidden_size=33"]["refused"]
-    assert rows["norm=layer_norm"]["parameters"] > rows[program.BASE]["parameters"]
+    assert rows["residual=hyperloop"]["parameters"] > rows[program.BASE]["parameters"]
     assert rows["residual=hyperloop"]["time"] > 0 and rows["residual=hyperloop"]["memory"] > 0
     page = (tmp_path / "page.md").read_text()
     assert "(page.png)" in page and "`residual=hyperloop`" in page and "refused" in page
