@@ -330,8 +330,9 @@ def table(cells: dict[str, dict[float, Cell]]) -> str:
     for mechanism, own in cells.items():
         rate, top = best(own), own[max(own)]
         excess = "–" if math.isinf(top.loss) else f"{top.loss - own[rate].loss:+.3f}"
+        edge = " (the grid's edge)" if len(own) > 1 and rate in (min(own), max(own)) else ""
         lines.append(
-            f"| {mechanism} | {rate:g} | {shown(own[rate])} | factor {window(own):.3g} | {shown(top)} | {excess} |"
+            f"| {mechanism} | {rate:g}{edge} | {shown(own[rate])} | factor {window(own):.3g} | {shown(top)} | {excess} |"
         )
     lines += [
         "",
@@ -405,7 +406,10 @@ def page(runs: list[Run], arguments: Arguments, flags: str, frequencies: float) 
         table(cells).rstrip(),
     ]
     if found := claims(cells):
-        parts += ["## The study's claims, here", "\n".join(f"* {claim}" for claim in found)]
+        caution = (
+            "A mechanism that learns little at any rate has a wide range by this measure: read it beside the losses."
+        )
+        parts += ["## The study's claims, here", "\n".join(f"* {claim}" for claim in found), caution]
     if arguments.plot:
         parts.append(f"![Held-out loss and stable rates against the learning rate]({Path(arguments.plot).name})")
     return "\n\n".join(parts) + "\n"
