@@ -332,7 +332,8 @@ def table(cells: dict[str, dict[float, Cell]]) -> str:
         excess = "–" if math.isinf(top.loss) else f"{top.loss - own[rate].loss:+.3f}"
         edge = " (the grid's edge)" if len(own) > 1 and rate in (min(own), max(own)) else ""
         lines.append(
-            f"| {mechanism} | {rate:g}{edge} | {shown(own[rate])} | factor {window(own):.3g} | {shown(top)} | {excess} |"
+            f"| {mechanism} | {rate:g}{edge} | {shown(own[rate])} | factor {window(own):.3g} | {shown(top)} "
+            f"| {excess} |"
         )
     lines += [
         "",
