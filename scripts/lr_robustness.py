@@ -287,7 +287,7 @@ class Cell:
 def summarise(runs: list[Run]) -> dict[str, dict[float, Cell]]:
     """The cells of every mechanism, by rate."""
     cells: dict[str, dict[float, Cell]] = {}
-    for mechanism, rate in sorted({(r["mechanism"], r["rate"]) for r in runs}, key=lambda key: key[1]):
+    for mechanism, rate in sorted({(r["mechanism"], r["rate"]) for r in runs}, key=lambda key: key[::-1]):
         own = [r for r in runs if (r["mechanism"], r["rate"]) == (mechanism, rate)]
         lost = sum(map(diverged, own))
         losses = [math.inf if diverged(r) else r["loss"] for r in own]
@@ -381,6 +381,8 @@ def page(runs: list[Run], arguments: Arguments, flags: str, frequencies: float) 
     parameters = ", ".join(
         f"{name} {next(r['parameters'] for r in runs if r['mechanism'] == name):,}" for name in cells
     )
+    counts = sorted({cell.runs for own in cells.values() for cell in own.values()})
+    seeds = f"{counts[0]} to {counts[-1]} seeds a cell" if len(counts) > 1 else f"{counts[0]} seed(s)"
     data = {"text": "docstrings of Python's standard library", "dna": "a grammar of motifs"}
     parts = [
         "# Learning rates that are too high",
@@ -391,7 +393,7 @@ def page(runs: list[Run], arguments: Arguments, flags: str, frequencies: float) 
         "agrees (MIX) is as good as SA at its best rate and degrades more gently. Here the models are a thousand "
         f"times smaller ({parameters} parameters; {setting['num_hidden_layers']} layers, width "
         f"{setting['hidden_size']}), trained on {data.get(setting['data'], setting['data'])} for {setting['steps']} "
-        f"steps of {setting['batch_size']} × {setting['block_size']} tokens, {arguments.seeds} seeds, AdamW with "
+        f"steps of {setting['batch_size']} × {setting['block_size']} tokens, {seeds}, AdamW with "
         "weight decay 0.01, clipping to norm 1, masks by `betalinear30`. The rate rises over a tenth of the steps and "
         "stays there.",
         "Largest stable rates are −2⟨g, u⟩ / ⟨u, H u⟩ of the optimizer's own next update, at every "
