@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from comparing import written_by
 from torch.nn import functional as F
 from transformers import (
     DynamicCache,
@@ -758,7 +759,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             write_json(arguments.json, {"arguments": vars(arguments), "results": results})
     if arguments.markdown:
         flags = " ".join(sys.argv[1:] if argv is None else argv)
-        head = f"# Benchmarks\n\nWritten by `python scripts/benchmark_mixers.py {flags}`.\n\n{PREAMBLE}\n"
+        head = f"# Benchmarks\n\n{written_by('benchmark_mixers.py', flags)}\n\n{PREAMBLE}\n"
         image = f"\n![time by length, a panel a family]({Path(arguments.plot).name})\n" if arguments.plot else ""
         tables = [table(name, rows) for name, rows in results.items()]
         write_text(arguments.markdown, "\n".join([head, *tables]) + image)

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from benchmark_mixers import interleaved, peak_bytes
+from comparing import Results, Run, corpus_rows, warm_up_then_cosine, written_by
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import HfArgumentParser
@@ -30,8 +31,8 @@ from transformers import HfArgumentParser
 import frankenstein_hf as fhf
 from frankenstein_hf.arena.statistics import difference, perhaps_best, pooled_seed_deviation
 from frankenstein_hf.configuration.registries import KINDS
-from frankenstein_hf.data import embedded_corpus, pack, train_tokenizer
-from frankenstein_hf.data.atomic import write_json, write_text
+from frankenstein_hf.data.atomic import write_text
+from frankenstein_hf.hub.foreign import code, markdown
 from frankenstein_hf.training.pictures import Picture
 
 BASE = "as it is"
@@ -72,7 +73,6 @@ CLAIMED = {
     "embedding=factorized": -0.778,
     "feed_forward=gated": -0.5,
 }
-Run = dict[str, Any]
 
 
 def default_options() -> list[str]:
@@ -144,13 +144,7 @@ class Arguments:
 
 def make_data(arguments: Arguments) -> tuple[Tensor, Tensor]:
     """Rows of token ids to train on and to hold out, [N, block_size] each."""
-    corpus = embedded_corpus()
-    tokenizer = train_tokenizer(corpus["train"]["text"], arguments.vocab_size, "clm")
-    train, held_out = (
-        torch.tensor(pack(corpus[split], tokenizer, arguments.block_size)["input_ids"])
-        for split in ("train", "validation")
-    )
-    return train, held_out[:HELD_OUT]
+    return corpus_rows(arguments.vocab_size, arguments.block_size, HELD_OUT)
 
 
 def make_model(option: str, arguments: Arguments, seed: int) -> Any:
@@ -169,14 +163,6 @@ def make_model(option: str, arguments: Arguments, seed: int) -> Any:
         "max_position_embeddings": arguments.block_size,
     }
     return fhf.FrankensteinForCausalLM(fhf.FrankensteinConfig(**config | overrides(option)))
-
-
-def rate(step: int, arguments: Arguments) -> float:
-    """Factor of the learning rate in update number `step`, from 0."""
-    warm = max(1, arguments.steps // 10)
-    if step < warm:
-        return (step + 1) / warm
-    return 0.5 + 0.5 * math.cos(math.pi * (step - warm) / max(1, arguments.steps - warm))
 
 
 @torch.no_grad()
@@ -213,7 +199,7 @@ def run(option: str, seed: int, arguments: Arguments, data: tuple[Tensor, Tensor
     except ValueError as error:
         return {"option": option, "seed": seed, "refused": str(error)}
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, weight_decay=0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate, arguments=arguments))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(warm_up_then_cosine, steps=arguments.steps))
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
     for step in range(arguments.steps):
         places = torch.arange(step * arguments.batch_size, (step + 1) * arguments.batch_size) % len(order)
@@ -236,41 +222,23 @@ def run(option: str, seed: int, arguments: Arguments, data: tuple[Tensor, Tensor
 # ---------------------------------------------------------------------- all runs
 
 
-def finished_runs(path: str | None, setting: dict[str, Any]) -> list[Run]:
-    """The runs of an earlier call.
-
-    Raises:
-        ValueError: They are of another setting.
-    """
-    if path is None or not Path(path).exists():
-        return []
-    stored = json.loads(Path(path).read_text(encoding="utf-8"))
-    if stored["setting"] != setting:
-        raise ValueError(f"{path} holds runs of {stored['setting']}, not of {setting}; give another --json.")
-    return stored["runs"]
-
-
 def compare(arguments: Arguments) -> list[Run]:
     """Finish what is missing, seed by seed, so that an interrupted comparison has all options of the first seeds."""
-    runs = finished_runs(arguments.json, arguments.setting())
-    done = {(r["option"], r["seed"]) for r in runs} | {
-        (r["option"], seed) for r in runs if "refused" in r for seed in range(arguments.seeds)
-    }
+    results = Results(arguments.json, arguments.setting(), ("option", "seed"))
+    refused = {r["option"] for r in results.runs if "refused" in r}
     data: tuple[Tensor, Tensor] | None = None
     for seed in range(arguments.seeds):
         for option in [BASE, *arguments.options]:
-            if (option, seed) in done:
+            if option in refused or results.find(option, seed):
                 continue
             data = data or make_data(arguments)
             result = run(option, seed, arguments, data)
-            runs.append(result)
+            results.add(result)
             if "refused" in result:
-                done |= {(option, other) for other in range(arguments.seeds)}
-            if arguments.json:
-                write_json(arguments.json, {"setting": arguments.setting(), "runs": runs})
+                refused.add(option)
             shown = result.get("refused") or f"{mean_loss(result, arguments.block_size):.4f}"
             print(f"{option}, seed {seed}: {shown}", flush=True)
-    return runs
+    return results.runs
 
 
 def mean_loss(result: Run, block_size: int) -> float:
@@ -319,7 +287,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     for option, row in rows.items():
         claim = f"{CLAIMED[option]:+.2f}" if option in CLAIMED else "–"
         if "refused" in row:
-            cells = ["refused", row["refused"].replace("|", "\\|").replace("\n", " "), "–", "–", "–", claim]
+            cells = ["refused", markdown(row["refused"]), "–", "–", "–", claim]
         else:
             gap = row.get("difference")
             shown = "–" if gap is None or option == BASE else f"{gap.value:+.3f} ({gap.low:+.3f} … {gap.high:+.3f})"
@@ -331,7 +299,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
                 f"{row['parameters'] / base:.2f}",
                 claim,
             ]
-        lines.append(f"| `{option}` | {' | '.join(cells)} |")
+        lines.append(f"| {code(option)} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -342,7 +310,7 @@ def page(rows: dict[str, dict[str, Any]], arguments: Arguments, flags: str) -> s
     flash = rows.get("norm=flash_norm", {}).get("difference")
     parts = [
         "# Components compared",
-        f"Written by `python scripts/compare_components.py {flags}`.",
+        written_by("compare_components.py", flags),
         "**A small experiment.** "
         f"One causal model of {rows[BASE]['parameters']:,} parameters ({setting['num_hidden_layers']} layers of "
         f"gated_deltanet and standard in turn, width {setting['hidden_size']}, {setting['vocab_size']} tokens of "

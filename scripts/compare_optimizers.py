@@ -15,7 +15,6 @@ Every run is written to --json as soon as it is finished. The same command again
 only writes the page and the plot once all runs are there; further optimizers can be added to the same file.
 """
 
-import json
 import math
 import platform
 import statistics
@@ -27,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from comparing import Results, Run, corpus_rows, warm_up, warm_up_then_cosine, written_by
 from torch import Tensor, nn
 from transformers import HfArgumentParser
 
 import frankenstein_hf as fhf
-from frankenstein_hf.data import embedded_corpus, pack, train_tokenizer
-from frankenstein_hf.data.atomic import write_json, write_text
+from frankenstein_hf.data.atomic import write_text
 from frankenstein_hf.optim.spec import OPTIMIZERS
 from frankenstein_hf.training.pictures import Picture
 
@@ -50,7 +49,6 @@ ASIDE = (
     "norms at 0.09 ended at 4.39 on the first seed instead of 5.12."
 )
 POPULATION = 10  # most evaluations of the loss in a step of an evolution strategy
-Run = dict[str, Any]
 
 
 @dataclass
@@ -128,13 +126,7 @@ def make_model(arguments: Arguments, seed: int) -> Any:
 
 def make_data(arguments: Arguments) -> tuple[Tensor, Tensor]:
     """Rows of token ids to train on and to hold out, [N, block_size] each."""
-    corpus = embedded_corpus()
-    tokenizer = train_tokenizer(corpus["train"]["text"], arguments.vocab_size, "clm")
-    train, held_out = (
-        torch.tensor(pack(corpus[split], tokenizer, arguments.block_size)["input_ids"])
-        for split in ("train", "validation")
-    )
-    return train, held_out[:HELD_OUT]
+    return corpus_rows(arguments.vocab_size, arguments.block_size, HELD_OUT)
 
 
 def hyperparameters(name: str, arguments: Arguments) -> dict[str, Any]:
@@ -148,23 +140,15 @@ def hyperparameters(name: str, arguments: Arguments) -> dict[str, Any]:
     default = spec.params().as_dict()
     values = {key: limit for key, limit in most.items() if key in default and default[key] > limit}
     if spec.family == "schedule-free":
-        values["warmup_steps"] = warm_up(arguments)
+        values["warmup_steps"] = warm_up(arguments.steps)
     return values | ({"safeguard_warmup": True} if "safeguard_warmup" in default else {})
-
-
-def warm_up(arguments: Arguments) -> int:
-    """Steps of the warm-up."""
-    return max(1, arguments.steps // 10)
 
 
 def schedule(step: int, name: str, arguments: Arguments) -> float:
     """Factor of the learning rate in update number `step`, from 0."""
     if OPTIMIZERS.get(name).family == "schedule-free":
         return 1.0
-    warm = warm_up(arguments)
-    if step < warm:
-        return (step + 1) / warm
-    return 0.5 + 0.5 * math.cos(math.pi * (step - warm) / max(1, arguments.steps - warm))
+    return warm_up_then_cosine(step, arguments.steps)
 
 
 @torch.no_grad()
@@ -245,36 +229,6 @@ def run(name: str, learning_rate: float, seed: int, arguments: Arguments, data: 
 
 
 # ---------------------------------------------------------------------- all runs
-
-
-class Results:
-    """Finished runs, kept in a file as they come."""
-
-    def __init__(self, path: str | None, setting: dict[str, int]) -> None:
-        self.path, self.setting, self.runs = path, setting, [] if path is None else self._read(Path(path), setting)
-
-    @staticmethod
-    def _read(path: Path, setting: dict[str, int]) -> list[Run]:
-        if not path.exists():
-            return []
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        if stored["setting"] != setting:
-            raise ValueError(
-                f"{path} holds runs of {stored['setting']}, not of {setting}; give another --json or the same flags."
-            )
-        return stored["runs"]
-
-    def find(self, name: str, learning_rate: float, seed: int) -> Run | None:
-        """The run, if it is finished."""
-        wanted = name, learning_rate, seed
-        found = (r for r in self.runs if (r["optimizer"], r["learning_rate"], r["seed"]) == wanted)
-        return next(found, None)
-
-    def add(self, result: Run) -> None:
-        """Keep a run."""
-        self.runs.append(result)
-        if self.path:
-            write_json(self.path, {"setting": self.setting, "runs": self.runs})
 
 
 def loss_of(result: Run) -> float:
@@ -387,7 +341,7 @@ def page(rows: list[dict[str, Any]], arguments: Arguments, flags: str) -> str:
     )
     parts = [
         "# Optimizers compared",
-        f"Written by `python scripts/compare_optimizers.py {flags}`.",
+        written_by("compare_optimizers.py", flags),
         "**A small experiment, not a ranking.** "
         f"One causal model of {rows[0]['parameters']:,} parameters ({setting['num_hidden_layers']} layers of "
         f"gated_deltanet and swa in turn, width {setting['hidden_size']}, {setting['vocab_size']} tokens of byte-level "
@@ -399,8 +353,8 @@ def page(rows: list[dict[str, Any]], arguments: Arguments, flags: str) -> str:
         "hundredths mean nothing, and the table says little about large models or long runs.",
         "The learning rate is the best of a sweep on the first seed: ⅓, 1 and 3 times the documented default unless "
         "the command says otherwise (the rate of an inner AdamW moves along), continued in the same ratio up to "
-        f"{arguments.extensions} times while the best is at the edge. Warm-up over {warm_up(arguments)} steps, then "
-        "cosine to zero; schedule-free methods have the warm-up only. Gradients clipped to norm 1. "
+        f"{arguments.extensions} times while the best is at the edge. Warm-up over {warm_up(arguments.steps)} steps, "
+        "then cosine to zero; schedule-free methods have the warm-up only. Gradients clipped to norm 1. "
         "Otherwise the defaults (also of weight decay), except where they are made for larger models, longer runs or "
         "no warm-up: " + (changed or "none") + ".",
         table(rows).rstrip(),
@@ -448,7 +402,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Run what is missing, print the table and write what was asked for; returns the table's rows, best first."""
     (arguments,) = HfArgumentParser(Arguments).parse_args_into_dataclasses(argv)  # type: ignore[arg-type]
-    results = Results(arguments.json, arguments.setting())
+    results = Results(arguments.json, arguments.setting(), ("optimizer", "learning_rate", "seed"))
     compare(arguments, results)
     rows = summarise(results.runs)
     print("\n" + table(rows))

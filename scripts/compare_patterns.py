@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 from benchmark_mixers import interleaved, peak_bytes, table
+from comparing import written_by
 from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, LlamaForCausalLM
 
 import frankenstein_hf as fhf
 from frankenstein_hf.data.atomic import write_json, write_text
+from frankenstein_hf.hub.foreign import code
 from frankenstein_hf.training.pictures import COLOURS, Picture, lengths_below
 
 PREAMBLE = """The same weights under sdpa and four attention implementations of ours, without further training: a
@@ -149,10 +151,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         draw(results, arguments.lengths, Path(arguments.plot))
     if arguments.markdown:
         flags = " ".join(sys.argv[1:] if argv is None else argv)
-        head = (
-            f"# Sparse patterns in a pretrained model\n\nWritten by `python scripts/compare_patterns.py {flags}`.\n\n"
-        )
-        body = PREAMBLE.format(**about) if about else f"The model is `{arguments.model}`.\n"
+        head = f"# Sparse patterns in a pretrained model\n\n{written_by('compare_patterns.py', flags)}\n\n"
+        body = PREAMBLE.format(**about) if about else f"The model is {code(arguments.model)}.\n"
         image = f"\n![time, memory and difference]({Path(arguments.plot).name})\n" if arguments.plot else ""
         write_text(arguments.markdown, head + body + "\n" + text + image)
     return results

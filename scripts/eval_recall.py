@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from comparing import written_by
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import HfArgumentParser
@@ -204,7 +205,7 @@ def main(argv: list[str] | None = None) -> Results:
         flags = " ".join(sys.argv[1:] if argv is None else argv)
         about = (__doc__ or "").split("\n\n", 2)
         head = f"# {about[0]}\n\n{about[2]}\nIn brackets the accuracy of every seed, and the learning rate.\n"
-        command = f"Written by `python scripts/eval_recall.py {flags}`.\n"
+        command = written_by("eval_recall.py", flags) + "\n"
         picture = (
             f"\n![accuracy by mixer and number of stored pairs]({Path(arguments.plot).name})\n"
             if arguments.plot

@@ -13,7 +13,6 @@ Every run is written to --json as soon as it is finished, and the same command a
 
 import csv
 import io
-import json
 import math
 import statistics
 import sys
@@ -22,20 +21,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from comparing import Results, Run, warm_up, written_by
 from datasets import Dataset
 from torch import Tensor
 from transformers import HfArgumentParser, PreTrainedTokenizerBase
 
 import frankenstein_hf as fhf
 from frankenstein_hf.data import DiffusionCollator, dna_tokenizer, embedded_corpus, pack, read_fasta, train_tokenizer
-from frankenstein_hf.data.atomic import write_json, write_text
+from frankenstein_hf.data.atomic import write_text
 from frankenstein_hf.data.baseline import unigram_loss
-from frankenstein_hf.training.pictures import Picture
+from frankenstein_hf.hub.foreign import code
+from frankenstein_hf.training.pictures import COLOURS, Picture
 
 HELD_OUT = 64  # rows the loss is reported on
 NEAR = 0.1  # nats a token within which a rate counts as one that works
 MOTIFS = ("TTGACA", "TATAAT", "AGGAGG", "GGATCC", "GAATTC")
-Run = dict[str, Any]
 
 
 @dataclass
@@ -188,7 +188,7 @@ def run(mechanism: str, rate: float, seed: int, arguments: Arguments, data: tupl
     torch.manual_seed(seed)
     model = fhf.FrankensteinForMaskedLM(model_config(mechanism, arguments, len(tokenizer))).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=1e-2)
-    warm = max(1, arguments.steps // 10)
+    warm = warm_up(arguments.steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warm))
     collator = DiffusionCollator(tokenizer, seed=seed)
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -226,38 +226,21 @@ def diverged(result: Run) -> bool:
     return result["loss"] is None or result["loss"] >= result["first"]
 
 
-def finished_runs(path: str | None, setting: dict[str, Any]) -> list[Run]:
-    """The runs of an earlier call.
-
-    Raises:
-        ValueError: They are of another setting.
-    """
-    if path is None or not Path(path).exists():
-        return []
-    stored = json.loads(Path(path).read_text(encoding="utf-8"))
-    if stored["setting"] != setting:
-        raise ValueError(f"{path} holds runs of {stored['setting']}, not of {setting}; give another --json.")
-    return stored["runs"]
-
-
 def compare(arguments: Arguments) -> list[Run]:
     """Finish what is missing, seed by seed."""
-    runs = finished_runs(arguments.json, arguments.setting())
-    done = {(r["mechanism"], r["rate"], r["seed"]) for r in runs}
+    results = Results(arguments.json, arguments.setting(), ("mechanism", "rate", "seed"))
     data = None
     for seed in range(arguments.seeds):
         for rate in arguments.rates:
             for mechanism in arguments.mechanisms:
-                if (mechanism, rate, seed) in done:
+                if results.find(mechanism, rate, seed):
                     continue
                 data = data or make_data(arguments)
                 result = run(mechanism, rate, seed, arguments, data)
-                runs.append(result)
-                if arguments.json:
-                    write_json(arguments.json, {"setting": arguments.setting(), "runs": runs})
+                results.add(result)
                 loss = "diverged" if diverged(result) else f"{result['loss']:.4f}"
                 print(f"{mechanism}, rate {rate:g}, seed {seed}: {loss}", flush=True)
-    return runs
+    return results.runs
 
 
 # ---------------------------------------------------------------------- what is reported
@@ -382,18 +365,21 @@ def page(runs: list[Run], arguments: Arguments, flags: str, frequencies: float) 
         f"{name} {next(r['parameters'] for r in runs if r['mechanism'] == name):,}" for name in cells
     )
     counts = sorted({cell.runs for own in cells.values() for cell in own.values()})
-    seeds = f"{counts[0]} to {counts[-1]} seeds a cell" if len(counts) > 1 else f"{counts[0]} seed(s)"
-    data = {"text": "docstrings of Python's standard library", "dna": "a grammar of motifs"}
+    seeds = f"{counts[0]} seed{'s' if counts[0] > 1 else ''}"
+    if len(counts) > 1:
+        seeds = f"{counts[0]} to {counts[-1]} seeds a cell"
+    known = {"text": "docstrings of Python's standard library", "dna": "a grammar of motifs"}
+    data = known.get(setting["data"], code(setting["data"]))
     parts = [
         "# Learning rates that are too high",
-        f"Written by `python scripts/lr_robustness.py {flags}`.",
+        written_by("lr_robustness.py", flags),
         '**A small experiment.** "Stabilizing Transformer Training Through Consensus" reports, for models of 30 to 390 '
         "million parameters, that self-consensus (SC) bears higher learning rates than self-attention (SA) and "
         "attention to two neighbours a side (SW), and that a model whose first half attends and whose second half "
         "agrees (MIX) is as good as SA at its best rate and degrades more gently. Here the models are a thousand "
         f"times smaller ({parameters} parameters; {setting['num_hidden_layers']} layers, width "
-        f"{setting['hidden_size']}), trained on {data.get(setting['data'], setting['data'])} for {setting['steps']} "
-        f"steps of {setting['batch_size']} × {setting['block_size']} tokens, {seeds}, AdamW with "
+        f"{setting['hidden_size']}), trained on {data} for {setting['steps']} steps of "
+        f" {setting['batch_size']} × {setting['block_size']} tokens, {seeds}, AdamW with "
         "weight decay 0.01, clipping to norm 1, masks by `betalinear30`. The rate rises over a tenth of the steps and "
         "stays there.",
         "Largest stable rates are −2⟨g, u⟩ / ⟨u, H u⟩ of the optimizer's own next update, at every "
@@ -420,8 +406,6 @@ def page(runs: list[Run], arguments: Arguments, flags: str, frequencies: float) 
 
 def draw(cells: dict[str, dict[float, Cell]], path: Path) -> None:
     """Loss, largest stable rate and share of stable steps against the learning rate."""
-    from frankenstein_hf.training.pictures import COLOURS
-
     picture = Picture("Learning rates that are too high", 3, size=(4.2, 3.4))
     measures = {
         "held-out loss (nats a token)": lambda cell: cell.loss,

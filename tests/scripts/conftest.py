@@ -36,6 +36,25 @@ def program(request):
 
 
 @pytest.fixture
+def interrupted_run(monkeypatch):
+    """`(program, number)` -> its calls of `run`, of which that number is interrupted from the keyboard."""
+
+    def prepare(program, number):
+        calls, run = [], program.run
+
+        def interrupted(*arguments):
+            calls.append(arguments)
+            if len(calls) == number:
+                raise KeyboardInterrupt
+            return run(*arguments)
+
+        monkeypatch.setattr(program, "run", interrupted)
+        return calls
+
+    return prepare
+
+
+@pytest.fixture
 def text(tmp_path):
     """A file of forty paragraphs."""
     path = tmp_path / "text.txt"

@@ -29,20 +29,12 @@ def test_every_registered_component_takes_its_turn(program):
             assert len(named - options) == 1, kind  # the default
 
 
-def test_runs_are_kept_and_refusals_are_rows(program, tmp_path, monkeypatch):
+def test_runs_are_kept_and_refusals_are_rows(program, tmp_path, interrupted_run):
     pytest.importorskip("matplotlib")
     line = [*TINY, "--seeds", "2", "--options", "residual=hyperloop", "hidden_size=33",
             "--json", str(tmp_path / "runs.json"), "--markdown", str(tmp_path / "page.md"),
             "--plot", str(tmp_path / "page.png")]  # fmt: skip
-    calls, run = [], program.run
-
-    def interrupted(option, *rest):
-        calls.append(option)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return run(option, *rest)
-
-    monkeypatch.setattr(program, "run", interrupted)
+    calls = interrupted_run(program, 3)
     with pytest.raises(KeyboardInterrupt):
         program.main(line)
     rows = program.main(line)

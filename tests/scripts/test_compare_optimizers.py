@@ -29,22 +29,14 @@ def test_the_default_has_a_dozen_optimizers_and_every_family(program):
     assert {OPTIMIZERS.get(name).family for name in program.DEFAULT} == {spec.family for spec in OPTIMIZERS}
 
 
-def test_finished_runs_are_not_repeated_and_all_outputs_are_written(program, tmp_path, monkeypatch):
+def test_finished_runs_are_not_repeated_and_all_outputs_are_written(program, tmp_path, interrupted_run):
     pytest.importorskip("matplotlib")
     paths = {name: tmp_path / f"results.{suffix}" for name, suffix in (("markdown", "md"), ("plot", "png"))}
     line = [*TINY, "--optimizers", "adamw", "schedulefree_adamw", "--factors", "0.5", "1", "--seeds", "2",
             "--extensions", "1", "--json", str(tmp_path / "results.json")]  # fmt: skip
     line += [part for name, path in paths.items() for part in (f"--{name}", str(path))]
 
-    calls, run = [], program.run
-
-    def interrupted(name, *rest):
-        calls.append(name)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return run(name, *rest)
-
-    monkeypatch.setattr(program, "run", interrupted)
+    calls = interrupted_run(program, 3)
     with pytest.raises(KeyboardInterrupt):
         program.main(line)
     assert len(json.loads((tmp_path / "results.json").read_text())["runs"]) == 2

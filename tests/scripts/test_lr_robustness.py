@@ -16,21 +16,13 @@ def program():
     return lr_robustness
 
 
-def test_runs_are_kept_and_everything_is_written(program, tmp_path, monkeypatch):
+def test_runs_are_kept_and_everything_is_written(program, tmp_path, interrupted_run):
     pytest.importorskip("matplotlib")
     outputs = {name: tmp_path / f"out.{name}" for name in ("json", "csv", "markdown", "png")}
     line = [*TINY, "--mechanisms", "SA", "SC", "swa,gla", "--rates", "0.001", "0.1", "--seeds", "2"]
     line += ["--json", str(outputs["json"]), "--csv", str(outputs["csv"]), "--markdown", str(outputs["markdown"]),
              "--plot", str(outputs["png"])]  # fmt: skip
-    calls, run = [], program.run
-
-    def interrupted(*arguments):
-        calls.append(arguments[:3])
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return run(*arguments)
-
-    monkeypatch.setattr(program, "run", interrupted)
+    calls = interrupted_run(program, 3)
     with pytest.raises(KeyboardInterrupt):
         program.main(line)
     cells = program.main(line)
